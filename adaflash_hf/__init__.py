@@ -1,0 +1,40 @@
+"""AdaFlash for transformers: lossless faster generation by block-diffusion drafting with an adaptive verify length."""
+
+from __future__ import annotations
+
+from transformers import AutoConfig, AutoModel
+
+from .configuration_dflash_drafter import DFlashDrafterConfig, build_target_layer_ids
+from .configuration_length_head import LengthHeadConfig
+from .errors import (
+    AdaFlashError,
+    DrafterCheckpointError,
+    DrafterCompatibilityError,
+    InvalidInputError,
+    MissingDependencyError,
+    UnsupportedGenerationError,
+)
+from .modeling_dflash_drafter import DFlashDrafterModel, DFlashDrafterPreTrainedModel
+from .modeling_length_head import LengthHeadModel, LengthHeadOutput
+
+
+AutoConfig.register(DFlashDrafterConfig.model_type, DFlashDrafterConfig, exist_ok=True)
+AutoConfig.register(LengthHeadConfig.model_type, LengthHeadConfig, exist_ok=True)
+AutoModel.register(DFlashDrafterConfig, DFlashDrafterModel, exist_ok=True)
+AutoModel.register(LengthHeadConfig, LengthHeadModel, exist_ok=True)
+
+__all__ = [
+    "AdaFlashError",
+    "DFlashDrafterConfig",
+    "DFlashDrafterModel",
+    "DFlashDrafterPreTrainedModel",
+    "DrafterCheckpointError",
+    "DrafterCompatibilityError",
+    "InvalidInputError",
+    "LengthHeadConfig",
+    "LengthHeadModel",
+    "LengthHeadOutput",
+    "MissingDependencyError",
+    "UnsupportedGenerationError",
+    "build_target_layer_ids",
+]

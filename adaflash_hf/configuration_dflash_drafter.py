@@ -1,0 +1,256 @@
+"""Configuration of the DFlash block-diffusion drafter."""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from .checkpoint_formats import native_config_dict
+from .configuration_length_head import LengthHeadConfig
+from .errors import InvalidInputError
+
+
+BLOCK_LAYOUTS = ("anchor_then_masks", "anchor_first")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+MIN_BLOCK_SIZE = 2
+
+
+def build_target_layer_ids(num_target_layers: int, num_features: int) -> list[int]:
+    """
+    Layers of the target to read context features from: evenly spaced between the second and the third-last.
+
+    Args:
+        num_target_layers (`int`): Decoder layers of the target.
+        num_features (`int`): How many layers to read.
+
+    Returns:
+        `list[int]`: Zero-based ids; id i stands for the output of layer i, `hidden_states[i + 1]` in transformers.
+    """
+    _check_integer("num_target_layers", num_target_layers, minimum=1)
+    _check_integer("num_features", num_features, minimum=1)
+    if num_features == 1:
+        return [num_target_layers // 2]
+    first, last = 1, num_target_layers - 3
+    ids = [round(first + i * (last - first) / (num_features - 1)) for i in range(num_features)]
+    if last < first or len(set(ids)) < num_features:
+        raise InvalidInputError(
+            f"`num_features` is {num_features}, but a target of {num_target_layers} layers (`num_target_layers`) has "
+            f"no {num_features} different layers between its second and its third-last. Pass `target_layer_ids`."
+        )
+    return ids
+
+
+def _check_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or value < minimum or (maximum is not None and value > maximum):
+        limits = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise InvalidInputError(f"`{name}` is {value!r}; it must be an integer, {limits}. Correct the configuration.")
+
+
+@strict
+class DFlashDrafterConfig(PreTrainedConfig):
+    r"""
+    Configuration of a [`DFlashDrafterModel`]. The defaults are those of a five-layer drafter for Qwen3-8B.
+
+    Args:
+        vocab_size (`int`, *optional*, defaults to 151936):
+            Vocabulary of the target the drafter was trained for; None when unknown. The drafter has no embedding.
+        hidden_size (`int`, defaults to 4096):
+            Width of the drafter. It must equal the target's, whose embeddings and LM head the drafter uses.
+        intermediate_size (`int`, defaults to 12288):
+            Width of the gated MLP.
+        num_hidden_layers (`int`, defaults to 5):
+            Layers of the drafter.
+        num_attention_heads (`int`, defaults to 32), num_key_value_heads (`int`, *optional*, defaults to 8),
+        head_dim (`int`, *optional*, defaults to 128):
+            Shape of the attention; None means as many as query heads, and `hidden_size / num_attention_heads`.
+        layer_types (`list[str]`, *optional*):
+            `"full_attention"` or `"sliding_attention"` for each layer; all full by default.
+        sliding_window (`int`, *optional*):
+            W of the sliding layers: a query at position q sees keys at positions above q - W.
+        is_causal (`bool`, *optional*):
+            Who sees whom inside the block. None: sliding layers are causal and full layers bidirectional, as DFlash
+            checkpoints that do not declare it. False: bidirectional in every layer. True: causal in every layer.
+        rope_parameters (`dict`, *optional*):
+            `rope_type`, `rope_theta` and what the type needs. `rope_theta` and `rope_scaling` are read as well.
+        block_size (`int`, defaults to 16):
+            Rows of a block, the anchor included.
+        block_layout (`str`, defaults to `"anchor_then_masks"`):
+            `"anchor_then_masks"`: row k of the block predicts the token at anchor + k, row 0 gives no draft.
+            `"anchor_first"`: row k predicts the token at anchor + k + 1.
+        mask_token_id (`int`, defaults to 151669):
+            Token whose target embedding fills the rows after the anchor: an existing row of that embedding.
+        num_target_layers (`int`, defaults to 36):
+            Decoder layers of the target.
+        target_layer_ids (`list[int]`, *optional*):
+            Target layers whose outputs are the context features, zero-based: id i is `hidden_states[i + 1]`. By
+            default as many as the drafter has layers, spread by [`build_target_layer_ids`].
+        target_hidden_size (`int`, *optional*):
+            Width of the target's hidden states; `hidden_size` by default.
+        input_embedding_scale (`float`, defaults to 1.0):
+            Whoever embeds the block multiplies the target's raw embedding rows by it.
+        output_multiplier (`float`, defaults to 1.0):
+            Factor on the logits, before the soft cap.
+        final_logit_softcapping (`float`, *optional*):
+            c in `c * tanh(logits / c)`.
+        target_model_name_or_path (`str`, *optional*):
+            The target the drafter was trained for, for people and for the model card.
+        length_head_config (`dict` or [`LengthHeadConfig`], *optional*):
+            Gives the drafter a length head.
+    """
+
+    model_type = "dflash_drafter"
+    default_theta = 1_000_000.0
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
+    base_model_tp_plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+
+    vocab_size: int | None = 151936
+    hidden_size: int = 4096
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 8
+    head_dim: int | None = 128
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 40960
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_dropout: float | int = 0.0
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    is_causal: bool | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+    tie_word_embeddings: bool = False
+
+    block_size: int = 16
+    block_layout: str = "anchor_then_masks"
+    mask_token_id: int = 151669
+    num_target_layers: int = 36
+    target_layer_ids: list[int] | None = None
+    target_hidden_size: int | None = None
+    input_embedding_scale: float | int = 1.0
+    output_multiplier: float | int = 1.0
+    final_logit_softcapping: float | int | None = None
+    target_model_name_or_path: str | None = None
+    length_head_config: dict | PreTrainedConfig | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._check_sizes()
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        if self.target_layer_ids is None:
+            self.target_layer_ids = build_target_layer_ids(self.num_target_layers, self.num_hidden_layers)
+        self._build_length_head_config()
+        self._check_attention()
+        self._check_block()
+        super().__post_init__(**kwargs)
+        if not isinstance((self.rope_parameters or {}).get("rope_theta"), (int, float)):
+            raise InvalidInputError(
+                f"`rope_parameters` is {self.rope_parameters!r}; every layer of a drafter shares one flat dictionary "
+                'with a number under "rope_theta". Give that dictionary.'
+            )
+
+    @property
+    def draft_length(self) -> int:
+        """Tokens one block can draft."""
+        return self.block_size if self.block_layout == "anchor_first" else self.block_size - 1
+
+    @property
+    def context_feature_size(self) -> int:
+        """Width of the concatenated context features."""
+        return len(self.target_layer_ids) * self.target_hidden_size
+
+    def is_causal_layer(self, layer_idx: int) -> bool:
+        """Whether rows of the block see only the rows before them in layer `layer_idx`."""
+        if self.is_causal is None:
+            return self.layer_types[layer_idx] == "sliding_attention"
+        return self.is_causal
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return native_config_dict(config_dict, source=str(pretrained_model_name_or_path)), kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "DFlashDrafterConfig":
+        """Builds the configuration from a `config.json`, of this format or of another that [`native_config_dict`]
+        translates."""
+        return super().from_dict(native_config_dict(config_dict), **kwargs)
+
+    def _check_sizes(self) -> None:
+        sizes = "hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
+        for name in (*sizes.split(), "num_target_layers"):
+            _check_integer(name, getattr(self, name), minimum=1)
+        for name in ("vocab_size", "num_key_value_heads", "head_dim", "target_hidden_size", "sliding_window"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), minimum=1)
+
+    def _check_attention(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise InvalidInputError(
+                f"`num_attention_heads` is {self.num_attention_heads} and `num_key_value_heads` is "
+                f"{self.num_key_value_heads}; the first must be a multiple of the second. Correct the configuration."
+            )
+        unknown = set(self.layer_types) - set(LAYER_TYPES)
+        if unknown or len(self.layer_types) != self.num_hidden_layers:
+            raise InvalidInputError(
+                f"`layer_types` is {self.layer_types!r}; it must hold `num_hidden_layers` = {self.num_hidden_layers} "
+                f"of {' or '.join(map(repr, LAYER_TYPES))}. Correct the configuration."
+            )
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            raise InvalidInputError(
+                "`sliding_window` is None although `layer_types` has sliding layers; set it to their window in tokens."
+            )
+
+    def _check_block(self) -> None:
+        _check_integer("block_size", self.block_size, minimum=MIN_BLOCK_SIZE)
+        last_token = None if self.vocab_size is None else self.vocab_size - 1
+        _check_integer("mask_token_id", self.mask_token_id, minimum=0, maximum=last_token)
+        if self.block_layout not in BLOCK_LAYOUTS:
+            raise InvalidInputError(
+                f"`block_layout` is {self.block_layout!r}; known layouts are {', '.join(map(repr, BLOCK_LAYOUTS))}. "
+                "Set the one the drafter was trained with: a wrong one costs nearly all acceptance."
+            )
+        ids = self.target_layer_ids
+        if not isinstance(ids, list) or not ids or len(set(ids)) != len(ids):
+            raise InvalidInputError(f"`target_layer_ids` is {ids!r}; it must be a list of different layer ids.")
+        for layer_id in ids:
+            _check_integer("target_layer_ids", layer_id, minimum=0, maximum=self.num_target_layers - 1)
+
+    def _build_length_head_config(self) -> None:
+        head = self.length_head_config
+        if head is None:
+            return
+        if isinstance(head, dict):
+            head = LengthHeadConfig(**{"hidden_size": self.hidden_size, **head})
+        if head.hidden_size != self.hidden_size:
+            raise InvalidInputError(
+                f"`length_head_config.hidden_size` is {head.hidden_size} but the drafter's `hidden_size` is "
+                f"{self.hidden_size}; they must be equal. Leave it out to have it filled in."
+            )
+        self.length_head_config = head
+
+
+DFlashDrafterConfig.register_for_auto_class()
+
+__all__ = ["BLOCK_LAYOUTS", "DFlashDrafterConfig", "build_target_layer_ids"]
