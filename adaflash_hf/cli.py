@@ -1,0 +1,68 @@
+"""The `adaflash` command. Its subcommands are in `adaflash_hf/commands/`, one file each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from .commands.demo import demo
+from .commands.generate import generate
+from .errors import AdaFlashError
+
+
+__all__ = ["app", "main"]
+
+# Tracebacks of what is not an AdaFlashError stay Python's own: they belong into bug reports.
+app = typer.Typer(
+    name="adaflash",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Faster generation with the same output: block-diffusion drafts, verified by the target model.",
+)
+app.command()(generate)
+app.command()(demo)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Run the command line.
+
+    Args:
+        argv (`Sequence[str]`, *optional*):
+            Arguments without the program name; those of the process by default.
+
+    Returns:
+        `int`: the exit code; 2 for wrong usage and for every [`AdaFlashError`], which is printed as one line.
+    """
+    try:
+        app(args=list(argv) if argv is not None else sys.argv[1:], prog_name="adaflash")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except AdaFlashError as error:
+        typer.echo(f"adaflash: error: {error}", err=True)
+        return 2
+    return 0
+
+
+def _print_version(requested: bool) -> None:
+    if requested:
+        typer.echo(f"adaflash {metadata.version('adaflash-hf')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and stop.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    del version
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The subcommands of `adaflash`, one file each. Heavy imports happen inside the commands, so `--help` is quick."""

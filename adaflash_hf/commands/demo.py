@@ -1,0 +1,58 @@
+"""`adaflash demo`: a few real prompts, plain and AdaFlash side by side, and one table."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .options import (
+    DeviceOption,
+    DrafterOption,
+    DraftProposalOption,
+    Dtype,
+    DtypeOption,
+    LengthPolicyOption,
+    TargetOption,
+    VerboseOption,
+    drafting_kwargs,
+)
+
+
+__all__ = ["demo"]
+
+
+def demo(
+    target: TargetOption = "smollm2-135m",
+    drafter: DrafterOption = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest response, in tokens.")] = 128,
+    time_budget: Annotated[
+        float,
+        typer.Option("--time-budget", min=1.0, help="Seconds for all responses; a slow machine makes them shorter."),
+    ] = 110.0,
+    dtype: DtypeOption = Dtype.AUTO,
+    device: DeviceOption = None,
+    length_policy: LengthPolicyOption = None,
+    draft_proposal: DraftProposalOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Decode six maths, code and chat prompts plainly and with AdaFlash, side by side, and compare."""
+    from rich.console import Console
+
+    from ..evaluation.demo import run_demo
+    from ..evaluation.prompts import load_demo_prompts
+    from .loading import load_models
+
+    console = Console()
+    models = load_models(target, drafter, dtype.value, device, console)
+    run_demo(
+        models.target_model,
+        models.tokenizer,
+        models.drafter,
+        load_demo_prompts(),
+        console=console,
+        max_new_tokens=max_new_tokens,
+        time_budget_s=time_budget,
+        drafting_kwargs=drafting_kwargs(length_policy, draft_proposal),
+        verbose=verbose,
+    )

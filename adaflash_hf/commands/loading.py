@@ -1,0 +1,117 @@
+"""Finds and loads the two models of a command, telling the user what takes time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..embedded_target import EMBEDDED_TARGET_NAME, ProgressCallback, load_target, without_progress_bars
+from ..errors import InvalidInputError
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..modeling_dflash_drafter import DFlashDrafterModel
+
+
+__all__ = ["LoadedModels", "find_drafter", "load_drafter", "load_models"]
+
+_DRAFTER_OF_EMBEDDED_TARGET = "adaflash-drafter-smollm2-135m"
+_CHECKPOINTS_DIRECTORY = Path(__file__).resolve().parents[2] / "checkpoints"
+
+
+class LoadedModels(NamedTuple):
+    """Everything a command needs to generate."""
+
+    target_model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    drafter: DFlashDrafterModel
+
+
+def find_drafter(target: str, drafter: str | None) -> str:
+    """
+    The drafter to load: the given one, or the one that a source checkout holds for the default target.
+
+    Args:
+        target (`str`):
+            Value of `--target`.
+        drafter (`str`, *optional*):
+            Value of `--drafter`.
+    """
+    if drafter is not None:
+        return drafter
+    if target != EMBEDDED_TARGET_NAME:
+        raise InvalidInputError(
+            f"`--target` is {target!r} and no drafter was given; pass --drafter with a Hub id or directory trained "
+            "for that target."
+        )
+    directory = _CHECKPOINTS_DIRECTORY / _DRAFTER_OF_EMBEDDED_TARGET
+    if not (directory / "config.json").is_file():
+        raise InvalidInputError(
+            f"`--drafter` was not given, and the default one is only in a source checkout, at checkpoints/"
+            f"{_DRAFTER_OF_EMBEDDED_TARGET}, which is not there; pass --drafter with a Hub id or directory."
+        )
+    return str(directory)
+
+
+def load_drafter(name_or_path: str, target_model: PreTrainedModel) -> DFlashDrafterModel:
+    """
+    Load a drafter in its target's dtype and onto its device.
+
+    Args:
+        name_or_path (`str`):
+            Hub id or directory.
+        target_model (`PreTrainedModel`):
+            The target it will draft for.
+    """
+    from ..modeling_dflash_drafter import DFlashDrafterModel
+
+    try:
+        drafter = DFlashDrafterModel.from_pretrained(name_or_path, dtype=target_model.dtype)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InvalidInputError(
+            f"`--drafter` is {name_or_path!r} and cannot be loaded ({reason}). Pass a Hub id or a directory with a "
+            "config.json and model.safetensors."
+        ) from error
+    return drafter.to(target_model.device).eval()
+
+
+def load_models(target: str, drafter: str | None, dtype: str, device: str | None, console: Console) -> LoadedModels:
+    """
+    Load target, tokenizer and drafter.
+
+    Args:
+        target (`str`):
+            Value of `--target`.
+        drafter (`str`, *optional*):
+            Value of `--drafter`.
+        dtype (`str`):
+            Value of `--dtype`.
+        device (`str`, *optional*):
+            Value of `--device`.
+        console (`rich.console.Console`):
+            Where progress is shown; not standard output, which belongs to the response.
+    """
+    # Before the target: a missing drafter should not cost the user the loading time.
+    drafter_path = find_drafter(target, drafter)
+    with _reporting_progress(console, own_bars=target == EMBEDDED_TARGET_NAME) as report:
+        target_model, tokenizer = load_target(target, dtype, device=device, on_progress=report)
+    if Path(drafter_path).is_dir():
+        with without_progress_bars():
+            return LoadedModels(target_model, tokenizer, load_drafter(drafter_path, target_model))
+    return LoadedModels(target_model, tokenizer, load_drafter(drafter_path, target_model))
+
+
+@contextmanager
+def _reporting_progress(console: Console, *, own_bars: bool) -> Iterator[ProgressCallback]:
+    """A spinner, or plain lines where downloads draw bars of their own that a spinner would tear up."""
+    if not own_bars or not console.is_terminal:
+        yield lambda message: console.print(f"{message} ...", highlight=False, markup=False)
+        return
+    with console.status("Loading") as status:
+        yield status.update

@@ -1,0 +1,82 @@
+"""Options that several subcommands share, so that each is spelled, explained and defaulted in one place."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+
+__all__ = [
+    "DeviceOption",
+    "DraftProposal",
+    "DraftProposalOption",
+    "DrafterOption",
+    "Dtype",
+    "DtypeOption",
+    "LengthPolicy",
+    "LengthPolicyOption",
+    "TargetOption",
+    "VerboseOption",
+    "drafting_kwargs",
+]
+
+
+class Dtype(StrEnum):
+    """What the target computes in."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class LengthPolicy(StrEnum):
+    """Who decides how many drafted tokens the target verifies."""
+
+    FIXED = "fixed"
+    LENGTH_HEAD = "length_head"
+
+
+class DraftProposal(StrEnum):
+    """How draft tokens are chosen when sampling."""
+
+    ARGMAX = "argmax"
+    SAMPLE = "sample"
+
+
+TargetOption = Annotated[
+    str,
+    typer.Option(
+        "--target", help="Hub id or directory of the model that decides the text; smollm2-135m needs no network."
+    ),
+]
+DrafterOption = Annotated[
+    str | None,
+    typer.Option("--drafter", help="Hub id or directory of its drafter; default: the one in checkpoints/."),
+]
+DtypeOption = Annotated[
+    Dtype,
+    typer.Option("--dtype", help="Dtype of both models; auto takes bfloat16 where the hardware multiplies it."),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="Where both models run; default: cuda if there is one, else cpu.")
+]
+LengthPolicyOption = Annotated[
+    LengthPolicy | None,
+    typer.Option("--length-policy", help="Who decides how much of a draft is verified; default: the drafter's own."),
+]
+DraftProposalOption = Annotated[
+    DraftProposal | None,
+    typer.Option("--draft-proposal", help="How draft tokens are chosen when sampling; default: argmax."),
+]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Also show the verify lengths and where the time went.")
+]
+
+
+def drafting_kwargs(length_policy: LengthPolicy | None, draft_proposal: DraftProposal | None) -> dict[str, Any]:
+    """The arguments of `generate()` that only a call with a drafter takes; what is not given stays the default."""
+    given = {"length_policy": length_policy, "draft_proposal": draft_proposal}
+    return {name: choice.value for name, choice in given.items() if choice is not None}

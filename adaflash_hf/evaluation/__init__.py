@@ -1,0 +1,1 @@
+"""Measuring: plain against AdaFlash decoding, the demo, and their prompts."""

@@ -1,0 +1,96 @@
+"""Comparisons as tables for the terminal."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from .comparison import Comparison, DecodedRun
+
+
+__all__ = ["build_comparison_table", "build_statistics_table", "describe_outcome"]
+
+
+def describe_outcome(comparison: Comparison) -> str:
+    """Whether the two responses are the same, and if not, where they part and by how much."""
+    if comparison.sampled:
+        return "sampled, not compared"
+    difference = comparison.first_difference
+    if difference is None:
+        return "identical"
+    kind = "near-tie" if difference.is_near_tie else "DIFFERENT"
+    return f"{kind} at token {difference.position} (gap {difference.top_two_gap:.2g})"
+
+
+def build_comparison_table(rows: Sequence[tuple[str, Comparison]]) -> Table:
+    """
+    One line per prompt and the medians below.
+
+    Args:
+        rows (`Sequence[tuple[str, Comparison]]`):
+            Name of the prompt and its comparison.
+    """
+    table = Table(show_footer=len(rows) > 1)
+    columns = [
+        ("prompt", "median", "left"),
+        ("tokens", "", "right"),
+        ("plain tok/s", _median([row.plain_tok_per_s for _, row in rows], "{:.1f}"), "right"),
+        ("AdaFlash tok/s", _median([row.adaflash_tok_per_s for _, row in rows], "{:.1f}"), "right"),
+        ("speedup", _median([row.speedup for _, row in rows], "{:.2f}x"), "right"),
+        ("tau", _median([row.acceptance_length for _, row in rows], "{:.2f}"), "right"),
+        ("output", _count_identical([row for _, row in rows]), "left"),
+    ]
+    for header, footer, justify in columns:
+        table.add_column(header, footer=footer, justify="right" if justify == "right" else "left")
+    for name, comparison in rows:
+        tau = comparison.acceptance_length
+        table.add_row(
+            name,
+            str(len(comparison.adaflash[0].token_ids)),
+            f"{comparison.plain_tok_per_s:.1f}",
+            f"{comparison.adaflash_tok_per_s:.1f}",
+            f"{comparison.speedup:.2f}x",
+            "-" if tau is None else f"{tau:.2f}",
+            describe_outcome(comparison),
+        )
+    return table
+
+
+def build_statistics_table(rows: Sequence[tuple[str, Comparison | DecodedRun]]) -> Table:
+    """
+    Where the drafts ended up and where the time went, one line per prompt.
+
+    Args:
+        rows (`Sequence[tuple[str, Comparison | DecodedRun]]`):
+            Name of the prompt and its AdaFlash run, or a comparison, of which the first AdaFlash run is shown.
+    """
+    table = Table(caption="verify lengths: rows sent to the target (the anchor included) x rounds")
+    table.add_column("prompt")
+    for header in ("rounds", "accepted / drafted", "prefill s", "draft s", "verify s", "rest s"):
+        table.add_column(header, justify="right")
+    table.add_column("verify lengths")
+    for name, row in rows:
+        stats = row.stats if isinstance(row, DecodedRun) else row.adaflash[0].stats
+        if stats is None:
+            continue
+        table.add_row(
+            name,
+            str(stats.rounds),
+            f"{stats.accepted_tokens} / {stats.drafted_tokens}",
+            *(f"{seconds:.2f}" for seconds in (stats.prefill_s, stats.draft_s, stats.verify_s, stats.overhead_s)),
+            "  ".join(f"{length}x{count}" for length, count in sorted(stats.verify_lengths.items())),
+        )
+    return table
+
+
+def _median(values: Sequence[float | None], pattern: str) -> str:
+    known = [value for value in values if value is not None]
+    return pattern.format(statistics.median(known)) if known else "-"
+
+
+def _count_identical(comparisons: Sequence[Comparison]) -> str:
+    compared = [comparison for comparison in comparisons if not comparison.sampled]
+    identical = sum(comparison.first_difference is None for comparison in compared)
+    return f"{identical} of {len(compared)} identical" if compared else ""
