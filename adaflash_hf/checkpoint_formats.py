@@ -1,8 +1,8 @@
 """Reads the `config.json` and tensor names of DFlash checkpoints that other projects write.
 
-Two are read: z-lab's `DFlashDraftModel` and the AdaFlash authors', which is z-lab's plus a length head. The others look
-alike and mean something else (layer ids shifted by one, a different row-to-token layout, tensors of their own), so each
-is refused by name. Only names and numbers are handled here: no tensor is opened.
+Two are read: z-lab's `DFlashDraftModel` and the AdaFlash authors', which is z-lab's plus a length head. The others
+look alike and mean something else (layer ids shifted by one, a different row-to-token layout, tensors of their own),
+so each is refused by name. Only names and numbers are handled here: no tensor is opened.
 """
 
 import re
@@ -161,8 +161,8 @@ def _rope_parameters(config_dict: dict[str, Any], source: str) -> dict[str, Any]
     theta = config_dict.get("rope_theta")
     if theta is not None and parameters.get("rope_theta", theta) != theta:
         raise DrafterCheckpointError(
-            f"{source}: `rope_theta` is {theta} but `rope_parameters` says {parameters['rope_theta']}. Remove the wrong "
-            "one from config.json; the drafter's base must be the one it was trained with."
+            f"{source}: `rope_theta` is {theta} but `rope_parameters` says {parameters['rope_theta']}. Remove the "
+            "wrong one from config.json; the drafter's base must be the one it was trained with."
         )
     parameters.setdefault("rope_theta", ZLAB_DEFAULTS["rope_theta"] if theta is None else theta)
     parameters.setdefault("rope_type", "default")

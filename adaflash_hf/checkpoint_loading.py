@@ -114,8 +114,8 @@ def check_loaded_weights(model: PreTrainedModel, source: str) -> None:
             continue
         if not torch.isfinite(tensor).all():
             raise DrafterCheckpointError(
-                f"{source}: `{name}` has NaN or infinite values. The training run diverged or the file is damaged; use "
-                "an earlier checkpoint."
+                f"{source}: `{name}` has NaN or infinite values. The training run diverged or the file is damaged; "
+                "use an earlier checkpoint."
             )
 
 

@@ -1,6 +1,6 @@
 """Configuration of the DFlash block-diffusion drafter."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -117,16 +117,12 @@ class DFlashDrafterConfig(PreTrainedConfig):
     intermediate_size: int = 12288
     num_hidden_layers: int = 5
     num_attention_heads: int = 32
-    num_key_value_heads: int | None = 8
-    head_dim: int | None = 128
     hidden_act: str = "silu"
     max_position_embeddings: int = 40960
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
-    rope_parameters: dict | None = None
     attention_bias: bool = False
     attention_dropout: float | int = 0.0
-    layer_types: list[str] | None = None
     sliding_window: int | None = None
     is_causal: bool | None = None
     bos_token_id: int | None = None
@@ -138,13 +134,27 @@ class DFlashDrafterConfig(PreTrainedConfig):
     block_layout: str = "anchor_then_masks"
     mask_token_id: int = 151669
     num_target_layers: int = 36
-    target_layer_ids: list[int] | None = None
-    target_hidden_size: int | None = None
     input_embedding_scale: float | int = 1.0
     output_multiplier: float | int = 1.0
     final_logit_softcapping: float | int | None = None
     target_model_name_or_path: str | None = None
-    length_head_config: dict | PreTrainedConfig | None = None
+
+    if TYPE_CHECKING:  # What a reader finds once `__post_init__` has filled them in.
+        num_key_value_heads: int
+        head_dim: int
+        layer_types: list[str]
+        rope_parameters: dict[str, Any]
+        target_layer_ids: list[int]
+        target_hidden_size: int
+        length_head_config: LengthHeadConfig | None
+    else:
+        num_key_value_heads: int | None = 8
+        head_dim: int | None = 128
+        layer_types: list[str] | None = None
+        rope_parameters: dict | None = None
+        target_layer_ids: list[int] | None = None
+        target_hidden_size: int | None = None
+        length_head_config: dict | PreTrainedConfig | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._check_sizes()
@@ -183,6 +193,10 @@ class DFlashDrafterConfig(PreTrainedConfig):
         if self.is_causal is None:
             return self.layer_types[layer_idx] == "sliding_attention"
         return self.is_causal
+
+    def window_of_layer(self, layer_idx: int) -> int | None:
+        """Window of layer `layer_idx` in tokens; None if it sees everything."""
+        return self.sliding_window if self.layer_types[layer_idx] == "sliding_attention" else None
 
     @classmethod
     def get_config_dict(

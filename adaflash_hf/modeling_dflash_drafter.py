@@ -108,8 +108,8 @@ def eager_attention_forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference attention with the signature of transformers' attention interface."""
-    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
-    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling  # [B, heads, block, keys]
     if attention_mask is not None:
         scores = scores + attention_mask
@@ -130,7 +130,7 @@ class DFlashDrafterAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = config.is_causal_layer(layer_idx)
-        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+        self.sliding_window = config.window_of_layer(layer_idx)
         query_size = config.num_attention_heads * self.head_dim
         key_value_size = config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
@@ -275,7 +275,7 @@ class DFlashDrafterModel(DFlashDrafterPreTrainedModel):
     def project_context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """
         Args:
-            context_hidden_states (`torch.Tensor` of shape `[batch_size, n, len(target_layer_ids) * target_hidden_size]`):
+            context_hidden_states (`torch.Tensor` of shape `[batch_size, n, config.context_feature_size]`):
                 The target's hidden states at `config.target_layer_ids`, side by side.
 
         Returns:
@@ -306,8 +306,9 @@ class DFlashDrafterModel(DFlashDrafterPreTrainedModel):
         Args:
             noise_embeds (`torch.Tensor` of shape `[batch_size, block, hidden_size]`):
                 Target embeddings of the anchor and the mask tokens, times `config.input_embedding_scale`.
-            context_hidden_states (`torch.Tensor` of shape `[batch_size, n_new, len(target_layer_ids) * target_hidden_size]`, *optional*):
-                Target hidden states at the committed positions that the cache does not hold yet.
+            context_hidden_states (`torch.Tensor` of shape `[batch_size, n_new, config.context_feature_size]`):
+                Target hidden states at the committed positions that the cache does not hold yet; None if there are
+                none.
             attention_mask (`torch.Tensor` or `dict`, *optional*):
                 None; or `[batch_size, n_cached + n_new + block]`, 1 where a key is visible; or a four-dimensional
                 mask for all layers; or `{"full_attention": mask, "sliding_attention": mask}`, used as it is, where
@@ -329,8 +330,9 @@ class DFlashDrafterModel(DFlashDrafterPreTrainedModel):
         cache = past_key_values if cache is None else cache
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled() and cache is not None:
             raise InvalidInputError(
-                "`cache` was given while gradient checkpointing is active in training; recomputing a layer would append "
-                "to the cache twice. Pass the whole context without a cache, or call `gradient_checkpointing_disable()`."
+                "`cache` was given while gradient checkpointing is active in training; recomputing a layer would "
+                "append to the cache twice. Pass the whole context without one, or call "
+                "`gradient_checkpointing_disable()`."
             )
         if use_cache and cache is None:
             cache = DFlashCache(config=self.config)
@@ -402,8 +404,7 @@ class DFlashDrafterModel(DFlashDrafterPreTrainedModel):
         `sliding_window` - 1 back in a sliding layer, and none after the row in a causal one.
         """
         build = ALL_MASK_ATTENTION_FUNCTIONS.get(self.config._attn_implementation)
-        attention = self.layers[layer_idx].self_attn
-        window, is_causal = attention.sliding_window, attention.is_causal
+        window, is_causal = self.config.window_of_layer(layer_idx), self.config.is_causal_layer(layer_idx)
         is_preallocated = cache is not None and cache.is_compileable
         if build is None or (cache is None and padding is None and window is None and not is_causal):
             return None
