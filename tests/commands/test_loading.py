@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+from stand_ins import byte_tokenizer
+from tiny_models import tiny_drafter, tiny_target
+
+from adaflash_hf.commands import loading
+from adaflash_hf.commands.loading import find_drafter, load_drafter, load_models
+from adaflash_hf.embedded_target import EMBEDDED_TARGET_NAME
+from adaflash_hf.errors import InvalidInputError
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def test_the_given_drafter_is_taken():
+    assert find_drafter("org/target", "org/drafter") == "org/drafter"
+
+
+def test_another_target_needs_its_own_drafter():
+    with pytest.raises(InvalidInputError, match="`--target` is 'org/target'.*--drafter"):
+        find_drafter("org/target", None)
+
+
+def test_the_default_drafter_is_in_the_source_checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "_CHECKPOINTS_DIRECTORY", tmp_path)
+    with pytest.raises(InvalidInputError, match="only in a source checkout.*pass --drafter"):
+        find_drafter(EMBEDDED_TARGET_NAME, None)
+    directory = tmp_path / "adaflash-drafter-smollm2-135m"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    assert find_drafter(EMBEDDED_TARGET_NAME, None) == str(directory)
+
+
+def test_models_load_in_one_dtype(tmp_path, console):
+    target = tiny_target("llama")
+    target.save_pretrained(tmp_path / "target")
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+    tiny_drafter(target).save_pretrained(tmp_path / "drafter")
+    models = load_models(str(tmp_path / "target"), str(tmp_path / "drafter"), "bfloat16", "cpu", console)
+    assert models.target_model.dtype == models.drafter.dtype == torch.bfloat16
+    assert not models.target_model.training
+    assert not models.drafter.training
+    assert "Loading" in console.file.getvalue()
+
+
+def test_a_missing_drafter_is_told_in_one_line(tmp_path):
+    with pytest.raises(InvalidInputError) as caught:
+        load_drafter(str(tmp_path / "nothing"), tiny_target("llama"))
+    assert str(tmp_path / "nothing") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_drafter_is_looked_for_before_the_target_loads(monkeypatch, console):
+    monkeypatch.setattr(loading, "load_target", lambda *args, **kwargs: pytest.fail("the target was loaded"))
+    with pytest.raises(InvalidInputError):
+        load_models("org/target", None, "auto", None, console)
