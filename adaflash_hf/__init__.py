@@ -14,6 +14,17 @@ from .errors import (
     MissingDependencyError,
     UnsupportedGenerationError,
 )
+from .generation import (
+    AdaFlashCandidateGenerator,
+    FixedLengthPolicy,
+    GenerationStats,
+    LengthHeadPolicy,
+    LengthPolicy,
+    generate_with_drafter,
+    install_routing,
+    is_routing_active,
+    uninstall_routing,
+)
 from .modeling_dflash_drafter import DFlashDrafterModel, DFlashDrafterPreTrainedModel
 from .modeling_length_head import LengthHeadModel, LengthHeadOutput
 
@@ -22,19 +33,29 @@ AutoConfig.register(DFlashDrafterConfig.model_type, DFlashDrafterConfig, exist_o
 AutoConfig.register(LengthHeadConfig.model_type, LengthHeadConfig, exist_ok=True)
 AutoModel.register(DFlashDrafterConfig, DFlashDrafterModel, exist_ok=True)
 AutoModel.register(LengthHeadConfig, LengthHeadModel, exist_ok=True)
+install_routing()
 
 __all__ = [
+    "AdaFlashCandidateGenerator",
     "AdaFlashError",
     "DFlashDrafterConfig",
     "DFlashDrafterModel",
     "DFlashDrafterPreTrainedModel",
     "DrafterCheckpointError",
     "DrafterCompatibilityError",
+    "FixedLengthPolicy",
+    "GenerationStats",
     "InvalidInputError",
     "LengthHeadConfig",
     "LengthHeadModel",
     "LengthHeadOutput",
+    "LengthHeadPolicy",
+    "LengthPolicy",
     "MissingDependencyError",
     "UnsupportedGenerationError",
     "build_target_layer_ids",
+    "generate_with_drafter",
+    "install_routing",
+    "is_routing_active",
+    "uninstall_routing",
 ]

@@ -1,0 +1,21 @@
+"""Speculative decoding with a DFlash drafter: candidate generator, loop, acceptance, length policies, statistics."""
+
+from .candidate_generator import AdaFlashCandidateGenerator
+from .compatibility import check_drafter_fits_target
+from .length_policies import FixedLengthPolicy, LengthHeadPolicy, LengthPolicy
+from .routing import generate_with_drafter, install_routing, is_routing_active, uninstall_routing
+from .statistics import GenerationStats
+
+
+__all__ = [
+    "AdaFlashCandidateGenerator",
+    "FixedLengthPolicy",
+    "GenerationStats",
+    "LengthHeadPolicy",
+    "LengthPolicy",
+    "check_drafter_fits_target",
+    "generate_with_drafter",
+    "install_routing",
+    "is_routing_active",
+    "uninstall_routing",
+]

@@ -1,0 +1,304 @@
+"""Drafts a block of tokens with a DFlash drafter: the drafter's context cache, the block forward, the projection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import align_module_device
+from torch import nn
+from transformers.cache_utils import DynamicCache
+from transformers.generation import CandidateGenerator
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ..modeling_dflash_drafter import DFlashDrafterModel
+from .acceptance import sample_tokens
+from .length_policies import FixedLengthPolicy, LengthPolicy
+from .statistics import StatisticsRecorder
+
+
+__all__ = ["AdaFlashCandidateGenerator", "DraftContext", "Proposal", "unwrap_drafter"]
+
+
+def unwrap_drafter(drafter: nn.Module) -> DFlashDrafterModel:
+    """Returns the drafter inside a `PeftModel` or a `torch.compile` wrapper."""
+    module = getattr(drafter, "_orig_mod", drafter)
+    if hasattr(module, "get_base_model"):
+        module = module.get_base_model()
+    return module  # type: ignore[return-value]
+
+
+@dataclass
+class DraftContext:
+    """What the drafter knows of each sequence: its own cache, and the features it has not projected yet.
+
+    The context cache holds one slot per committed token. In a ragged batch some slots are empty for some rows, so
+    every slot carries its position and whether it is used.
+
+    Attributes:
+        cache (`DynamicCache`): Keys and values of the context, per drafter layer.
+        positions (`torch.Tensor` of shape `(batch_size, num_slots)`): Position of each slot, pending ones included.
+        used (`torch.Tensor` of shape `(batch_size, num_slots)`): Whether the slot holds a token of the row.
+        pending (`list[torch.Tensor]`): Features of shape `(batch_size, n, num_features * target_hidden_size)`.
+        is_dense (`bool`): Whether all slots are used, so that no mask is needed.
+    """
+
+    cache: DynamicCache
+    positions: torch.Tensor
+    used: torch.Tensor
+    pending: list[torch.Tensor]
+    is_dense: bool = True
+
+    @classmethod
+    def empty(cls, batch_size: int, device: torch.device) -> DraftContext:
+        """A context that holds nothing yet."""
+        positions = torch.zeros(batch_size, 0, dtype=torch.long, device=device)
+        return cls(DynamicCache(), positions, positions.bool(), [])
+
+    def append(self, features: torch.Tensor, positions: torch.Tensor, used: torch.Tensor | None) -> None:
+        """Adds the features of newly committed tokens.
+
+        Args:
+            features (`torch.Tensor` of shape `(batch_size, n, num_features * target_hidden_size)`): Target states.
+            positions (`torch.Tensor` of shape `(batch_size, n)`): Their positions in the sequence.
+            used (`torch.Tensor` of shape `(batch_size, n)`, *optional*): Which of them are tokens; all if None.
+        """
+        self.pending.append(features)
+        self.positions = torch.cat([self.positions, positions], dim=1)
+        if used is None:
+            used = torch.ones_like(positions, dtype=torch.bool)
+        else:
+            self.is_dense = False
+        self.used = torch.cat([self.used, used], dim=1)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forgets everything at positions `num_tokens` and later, after the target's cache was cropped."""
+        self.used = self.used & (self.positions < num_tokens)
+        self.is_dense = False
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Keeps only the sequences `rows`, a tensor of batch indices."""
+        for layer in self.cache.layers:
+            if layer.is_initialized:
+                layer.batch_select_indices(rows)
+        self.positions, self.used = self.positions[rows], self.used[rows]
+        self.pending = [features[rows] for features in self.pending]
+
+
+@dataclass
+class Proposal:
+    """A round's drafts.
+
+    Attributes:
+        candidate_ids (`torch.Tensor` of shape `(batch_size, num_drafts)`): Drafted tokens, possibly none.
+        candidate_probs (`torch.Tensor` of shape `(batch_size, num_drafts, vocab_size)`, *optional*):
+            The distribution each draft was drawn from; None when drafts are the drafter's argmax.
+        verify_lengths (`list[int]`): Rows the policy wants verified per sequence, the anchor included.
+    """
+
+    candidate_ids: torch.Tensor
+    candidate_probs: torch.Tensor | None
+    verify_lengths: list[int]
+
+
+class AdaFlashCandidateGenerator(CandidateGenerator):
+    """Proposes blocks of tokens with a DFlash drafter and an adaptive verify length.
+
+    `generate(assistant_model=drafter)` drives it through `extend_context` and `propose`, for whole batches. It also
+    speaks transformers' own `CandidateGenerator` protocol, for one sequence.
+
+    Args:
+        drafter (`PreTrainedModel`): A DFlash drafter, possibly wrapped by PEFT or `torch.compile`.
+        target (`PreTrainedModel`): The model that verifies; lends its embeddings and its output projection.
+        length_policy (`LengthPolicy`, *optional*): How many rows to verify; the whole block when not given.
+        draft_warper (`Callable`, *optional*):
+            Maps `(rows, vocab_size)` draft logits to warped ones. When given, drafts are sampled from them and
+            `Proposal.candidate_probs` is set; otherwise drafts are the argmax.
+        recorder (`StatisticsRecorder`, *optional*): Times the drafting.
+    """
+
+    requires_model_outputs: bool = True
+
+    def __init__(
+        self,
+        drafter: PreTrainedModel,
+        target: PreTrainedModel,
+        length_policy: LengthPolicy | None = None,
+        draft_warper: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        recorder: StatisticsRecorder | None = None,
+    ):
+        self.drafter = drafter
+        self.base_drafter = unwrap_drafter(drafter)
+        self.config = self.base_drafter.config
+        self.device = self.base_drafter.device
+        self.length_policy = length_policy or FixedLengthPolicy()
+        self.recorder = recorder or StatisticsRecorder(self.device)
+        self._draft_warper = draft_warper
+        self._input_embeddings = target.get_input_embeddings()
+        self._output_embeddings = target.get_output_embeddings()
+        self._first_draft_slot = 1 if self.config.block_layout == "anchor_then_masks" else 0
+        self.longest_verify_length = self.config.block_size + (1 - self._first_draft_slot)
+        self.hidden_state_ids = [layer_id + 1 for layer_id in self.config.target_layer_ids]
+        self.model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": self.hidden_state_ids}
+        self.context = DraftContext.empty(0, self.device)
+        self._mask_embeds = self._embed(torch.full((1, self.config.block_size - 1), self.config.mask_token_id))
+        self._block_offsets = torch.arange(self.config.block_size, device=self.device)
+        self._last_verify_length = 1
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Raw rows of the target's embedding matrix, without the scale or norm that the module itself may apply."""
+        with align_module_device(self._input_embeddings):
+            weight = self._input_embeddings.weight
+            rows = nn.functional.embedding(ids.to(weight.device), weight)
+        return rows.to(device=self.device, dtype=self.base_drafter.dtype) * self.config.input_embedding_scale
+
+    def start(self, batch_size: int, context: DraftContext | None = None) -> None:
+        """Begins a batch, with an empty context or the one of an earlier turn."""
+        self.context = context or DraftContext.empty(batch_size, self.device)
+
+    def extend_context(
+        self,
+        hidden_states: tuple[torch.Tensor, ...],
+        positions: torch.Tensor,
+        used: torch.Tensor | None = None,
+    ) -> None:
+        """Adds the target's hidden states of newly committed tokens.
+
+        Args:
+            hidden_states (`tuple` of `torch.Tensor` of shape `(batch_size, >= n, target_hidden_size)`):
+                The target's `hidden_states`; entries that the drafter does not read may be None.
+            positions (`torch.Tensor` of shape `(batch_size, n)`): Positions of the first n rows.
+            used (`torch.Tensor` of shape `(batch_size, n)`, *optional*): Rows that hold committed tokens.
+        """
+        rows = positions.shape[1]
+        features = torch.cat([hidden_states[i][:, :rows].to(self.device) for i in self.hidden_state_ids], dim=-1)
+        used = None if used is None else used.to(self.device)
+        self.context.append(features, positions.to(self.device), used)
+
+    def propose(self, anchor_ids: torch.Tensor, anchor_positions: torch.Tensor, longest: int) -> Proposal:
+        """Drafts the tokens after the anchors.
+
+        Args:
+            anchor_ids (`torch.Tensor` of shape `(batch_size,)`): Last committed token of each sequence.
+            anchor_positions (`torch.Tensor` of shape `(batch_size,)`): Its position.
+            longest (`int`): Largest verify length that the remaining budget allows.
+
+        Returns:
+            `Proposal`: Drafts for the largest of the chosen verify lengths, and the lengths.
+        """
+        longest = min(longest, self.longest_verify_length)
+        if longest <= 1:
+            empty = anchor_ids.new_zeros(anchor_ids.shape[0], 0)
+            return Proposal(empty, None, [1] * anchor_ids.shape[0])
+        with self.recorder.phase("draft"):
+            hidden_states = self._run_block(anchor_ids, anchor_positions.to(self.device))
+            lengths = self.length_policy.verify_lengths(self.base_drafter, hidden_states, longest)
+            num_drafts = max(lengths) - 1
+            return self._project(hidden_states, num_drafts, lengths, anchor_ids.device)
+
+    def _run_block(self, anchor_ids: torch.Tensor, anchor_positions: torch.Tensor) -> torch.Tensor:
+        context = self.context
+        pending = torch.cat(context.pending, dim=1) if context.pending else None
+        context.pending = []
+        block_positions = anchor_positions[:, None] + self._block_offsets  # (batch_size, block_size)
+        new = 0 if pending is None else pending.shape[1]
+        new_positions = context.positions[:, context.positions.shape[1] - new :]
+        anchor_embeds = self._embed(anchor_ids[:, None])
+        noise_embeds = torch.cat([anchor_embeds, self._mask_embeds.expand(anchor_ids.shape[0], -1, -1)], dim=1)
+        hidden_states = self.drafter(
+            noise_embeds=noise_embeds,
+            context_hidden_states=pending,
+            position_ids=torch.cat([new_positions, block_positions], dim=1),
+            attention_mask=self._attention_mask(block_positions),
+            cache=context.cache,
+        ).last_hidden_state
+        context.cache.crop(-self.config.block_size)
+        return hidden_states
+
+    def _attention_mask(self, block_positions: torch.Tensor) -> Any:
+        """Masks by position, since slots of a ragged batch do not count tokens. None when everything is visible."""
+        config = self.config
+        layer_types = config.layer_types or ["full_attention"]
+        if self.context.is_dense and not config.is_causal and "sliding_attention" not in layer_types:
+            return None
+        used = self.context.used[:, None, None, :]  # (batch_size, 1, 1, num_slots)
+        query = block_positions[:, None, :, None]
+        key = self.context.positions[:, None, None, :]
+        block = self._block_offsets
+        causal = (block[:, None] >= block[None, :])[None, None]
+        everything = torch.ones_like(causal)
+        full_block = causal if config.is_causal else everything
+        context_mask = used.expand(-1, -1, config.block_size, -1)
+        batch = block_positions.shape[0]
+
+        def join(context: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+            return self._as_bias(torch.cat([context, own.expand(batch, -1, -1, -1)], dim=-1))
+
+        masks = {"full_attention": join(context_mask, full_block)}
+        if "sliding_attention" in layer_types:
+            in_window = context_mask & (query - key < config.sliding_window)
+            own = everything if config.is_causal is False else causal
+            near = block[:, None] - block[None, :] < config.sliding_window
+            masks["sliding_attention"] = join(in_window, own & near[None, None])
+        return masks
+
+    def _as_bias(self, visible: torch.Tensor) -> torch.Tensor:
+        """Boolean for sdpa; additive otherwise, which eager attention needs."""
+        if self.config._attn_implementation == "sdpa":
+            return visible
+        bias = torch.zeros(visible.shape, dtype=self.base_drafter.dtype, device=visible.device)
+        return bias.masked_fill(~visible, torch.finfo(bias.dtype).min)
+
+    def _project(
+        self, hidden_states: torch.Tensor, num_drafts: int, lengths: list[int], device: torch.device
+    ) -> Proposal:
+        first = self._first_draft_slot
+        kept = hidden_states[:, first : first + num_drafts]
+        if num_drafts == 0:
+            return Proposal(torch.zeros(kept.shape[:2], dtype=torch.long, device=device), None, lengths)
+        logits = self.base_drafter.compute_logits(kept, self._output_embeddings).to(device)
+        if self._draft_warper is None:
+            return Proposal(logits.argmax(dim=-1), None, lengths)
+        batch, drafts, vocab = logits.shape
+        warped = self._draft_warper(logits.reshape(-1, vocab).float())
+        probs = warped.softmax(dim=-1).reshape(batch, drafts, vocab)
+        return Proposal(sample_tokens(probs), probs, lengths)
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Drops finished sequences; `rows` are the batch indices to keep."""
+        self.context.select_rows(torch.tensor(rows, device=self.device))
+
+    # transformers' protocol, one sequence at a time
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: ModelOutput | None = None,
+        is_first_iteration: bool = False,
+        n_last_matches: int = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Drafts for transformers' own assisted-decoding loop, see `CandidateGenerator`.
+
+        Returns:
+            `tuple`: `input_ids` followed by the drafts, and None in place of logits, since drafts are the argmax.
+        """
+        if is_first_iteration or model_outputs is None:
+            self.start(input_ids.shape[0])
+            return input_ids, None
+        seen = self.context.positions.shape[1]
+        rows = input_ids.shape[1] - 1 - seen
+        positions = torch.arange(seen, seen + rows, device=self.device)[None]
+        self.extend_context(model_outputs.hidden_states, positions)
+        anchor_position = torch.tensor([input_ids.shape[1] - 1], device=self.device)
+        proposal = self.propose(input_ids[:, -1], anchor_position, self.longest_verify_length)
+        self._last_verify_length = proposal.verify_lengths[0]
+        return torch.cat([input_ids, proposal.candidate_ids], dim=1), None  # type: ignore[return-value]
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Passes what was accepted on to the length policy."""
+        self.length_policy.observe(self._last_verify_length, int(num_matches))

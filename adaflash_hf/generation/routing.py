@@ -1,0 +1,171 @@
+"""Routes `model.generate(assistant_model=drafter)` to AdaFlash decoding and leaves every other call as it was."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers.generation import GenerationMixin
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+
+from ..errors import InvalidInputError
+from .candidate_generator import unwrap_drafter
+from .compatibility import check_drafter_fits_target
+from .decoding import AdaFlashDecoding
+from .length_policies import LengthPolicy, build_length_policy
+
+
+__all__ = ["generate_with_drafter", "install_routing", "is_routing_active", "uninstall_routing"]
+
+DRAFT_PROPOSALS = ("argmax", "sample")
+_ORIGINAL = "_adaflash_original_generate"
+
+
+def _is_our_drafter(model: Any) -> bool:
+    """By `model_type`, which also holds for PEFT-wrapped, compiled and remote-code drafters."""
+    return getattr(getattr(model, "config", None), "model_type", None) == "dflash_drafter"
+
+
+def _speculation_type(kwargs: dict[str, Any]) -> str | None:
+    if kwargs.get("speculation_type") is not None:
+        return kwargs["speculation_type"]
+    return getattr(kwargs.get("generation_config"), "speculation_type", None)
+
+
+def install_routing() -> None:
+    """Wraps `GenerationMixin.generate`. Importing `adaflash_hf` does this; calling it again changes nothing."""
+    original = GenerationMixin.generate
+    if hasattr(original, _ORIGINAL):
+        return
+
+    @functools.wraps(original)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assistant = kwargs.get("assistant_model", args[6] if len(args) > 6 else None)
+        if not _is_our_drafter(assistant) or _speculation_type(kwargs) == "dflash":
+            return original(self, *args, **kwargs)
+        return generate_with_drafter(self, *args, original_generate=original, **kwargs)
+
+    setattr(generate, _ORIGINAL, original)
+    GenerationMixin.generate = generate  # type: ignore[method-assign]
+
+
+def uninstall_routing() -> None:
+    """Puts transformers' own `generate` back."""
+    original = getattr(GenerationMixin.generate, _ORIGINAL, None)
+    if original is not None:
+        GenerationMixin.generate = original  # type: ignore[method-assign]
+
+
+def is_routing_active() -> bool:
+    """Whether `generate(assistant_model=drafter)` reaches AdaFlash decoding."""
+    return hasattr(GenerationMixin.generate, _ORIGINAL)
+
+
+def _synced_gpus_default(model: Any) -> bool:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    world_size = torch.distributed.get_world_size() if distributed else 1
+    return (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)) and world_size > 1
+
+
+def generate_with_drafter(
+    model: Any,
+    inputs: torch.Tensor | None = None,
+    generation_config: Any = None,
+    logits_processor: Any = None,
+    stopping_criteria: Any = None,
+    prefix_allowed_tokens_fn: Any = None,
+    synced_gpus: bool | None = None,
+    assistant_model: Any = None,
+    streamer: Any = None,
+    *args: Any,
+    length_policy: str | LengthPolicy | None = None,
+    draft_proposal: str = "argmax",
+    original_generate: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """`model.generate(assistant_model=drafter)` without any patch: takes the arguments of `generate()` and two more.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        inputs (`torch.Tensor` of shape `(batch_size, prompt_length)`, *optional*): As in `generate()`.
+        generation_config (`GenerationConfig`, *optional*): As in `generate()`.
+        logits_processor (`LogitsProcessorList`, *optional*): As in `generate()`.
+        stopping_criteria (`StoppingCriteriaList`, *optional*): As in `generate()`.
+        prefix_allowed_tokens_fn (`Callable`, *optional*): As in `generate()`.
+        synced_gpus (`bool`, *optional*): As in `generate()`.
+        assistant_model (`PreTrainedModel`): The DFlash drafter.
+        streamer (`BaseStreamer`, *optional*): As in `generate()`.
+        args (`tuple`): Further positional arguments of `generate()`.
+        length_policy (`str` or `LengthPolicy`, *optional*): `"fixed"` (default), `"length_head"`, or a policy object.
+        draft_proposal (`str`, defaults to `"argmax"`):
+            When sampling, `"argmax"` drafts the likeliest tokens and accepts those that the target samples itself;
+            `"sample"` samples drafts and corrects by rejection. Both leave the target's distribution as it is.
+        original_generate (`Callable`, *optional*): Set by the routing.
+        kwargs (`dict`): Further arguments of `generate()`.
+
+    Returns:
+        As `generate()`.
+
+    Raises:
+        InvalidInputError: If an argument has a value that is not allowed.
+        DrafterCompatibilityError: If the drafter does not fit the target.
+        UnsupportedGenerationError: If an option cannot be combined with a drafter.
+    """
+    if not _is_our_drafter(assistant_model):
+        raise InvalidInputError(
+            f"`assistant_model` is a {type(assistant_model).__name__}, expected a DFlash drafter "
+            "(`config.model_type == 'dflash_drafter'`)."
+        )
+    if draft_proposal not in DRAFT_PROPOSALS:
+        raise InvalidInputError(f"`draft_proposal` is {draft_proposal!r}, expected one of {DRAFT_PROPOSALS}.")
+    speculation_type = _speculation_type({"generation_config": generation_config, **kwargs})
+    if speculation_type not in (None, "adaflash"):
+        raise InvalidInputError(
+            f"`speculation_type` is {speculation_type!r}; with this drafter it may be left out (AdaFlash decoding) or "
+            "be 'dflash' (transformers' own loop)."
+        )
+    kwargs.pop("speculation_type", None)
+    kwargs.pop("assistant_tokenizer", None)  # drafter and target share one vocabulary
+    check_drafter_fits_target(assistant_model, model)
+    policy = build_length_policy(length_policy, unwrap_drafter(assistant_model))
+    synced = _synced_gpus_default(model) if synced_gpus is None else synced_gpus
+
+    def adaflash_decoding(
+        target: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        tokenizer: Any = None,  # named so that `generate()` keeps it for `stop_strings`
+        **model_kwargs: Any,
+    ) -> Any:
+        decoding = AdaFlashDecoding(
+            target,
+            assistant_model,
+            generation_config,
+            logits_processor,
+            stopping_criteria,
+            policy,
+            draft_proposal,
+            streamer,
+            synced,
+        )
+        return decoding.run(input_ids, model_kwargs)
+
+    generate = original_generate or getattr(GenerationMixin.generate, _ORIGINAL, GenerationMixin.generate)
+    return generate(
+        model,
+        inputs,
+        generation_config,
+        logits_processor,
+        stopping_criteria,
+        prefix_allowed_tokens_fn,
+        synced,
+        None,
+        streamer,
+        *args,
+        custom_generate=adaflash_decoding,
+        **kwargs,
+    )

@@ -1,0 +1,283 @@
+"""Runs the target: prefill, verification of drafted blocks, and the roll-back of what was rejected."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+
+from ..errors import InvalidInputError
+from .cache_rollback import (
+    RecurrentSnapshot,
+    has_linear_attention,
+    record_past,
+    remove_slots,
+    restore_recurrent,
+    select_cache_rows,
+    shift_rows,
+    take_recurrent_snapshot,
+)
+from .statistics import StatisticsRecorder
+
+
+__all__ = ["TargetRunner", "cache_argument_name"]
+
+# Belong to the prompt as a whole: consumed by the prefill, meaningless for a block of new tokens.
+PROMPT_ONLY_KWARGS = (
+    "attention_mask",
+    "position_ids",
+    "inputs_embeds",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "logits_to_keep",
+    "cache",
+    "past_key_values",
+    "cache_position",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+)
+
+
+def cache_argument_name(model: PreTrainedModel) -> str:
+    """The forward argument that carries the cache: `cache` since transformers 5.24, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+class TargetRunner:
+    """The target and its cache for one batch of sequences.
+
+    All rows end at the same cache slot: after a round in which rows accepted different numbers of tokens, the rows
+    that accepted fewer are moved right and the slots freed on the left are masked. This is ordinary left padding, so
+    every attention implementation and sliding window stays exact.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        model_kwargs (`dict`): What `generate()` prepared for the forward pass.
+        cache (`Cache`): Empty, or warm from an earlier call.
+        hidden_state_ids (`list[int]` or `bool`): Value of `output_hidden_states` for each forward.
+        output_attentions (`bool`): Whether attention weights are asked for.
+        recorder (`StatisticsRecorder`): Counts forwards and time.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        model_kwargs: dict[str, Any],
+        cache: Cache,
+        hidden_state_ids: list[int] | bool,
+        output_attentions: bool,
+        recorder: StatisticsRecorder,
+    ):
+        self.model = model
+        self.cache = cache
+        self.recorder = recorder
+        self._cache_name = cache_argument_name(model)
+        self._prompt_kwargs = model_kwargs
+        self._step_kwargs = {key: value for key, value in model_kwargs.items() if key not in PROMPT_ONLY_KWARGS}
+        self._outputs_kwargs: dict[str, Any] = {"output_hidden_states": hidden_state_ids, "return_dict": True}
+        if output_attentions:
+            self._outputs_kwargs["output_attentions"] = True
+        self._is_recurrent = has_linear_attention(cache)
+        self._is_static = any(isinstance(layer, StaticLayer) for layer in cache.layers)
+        self._has_sliding_window = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in cache.layers)
+        self._slot_mask: torch.Tensor | None = model_kwargs.get("attention_mask")
+        self._cached: list[int] = []  # slots of each row that count, the prompt's own padding included
+        self._next_position: torch.Tensor | None = None  # (..., batch_size, 1), absent if the model takes no positions
+        self._block: torch.Tensor | None = None
+        self._steps: torch.Tensor | None = None
+        self._snapshots: list[RecurrentSnapshot] = []
+
+    @property
+    def num_slots(self) -> int:
+        """Cache slots in use, masked ones included."""
+        return self.cache.get_seq_length()
+
+    def _forward(self, input_ids: torch.Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
+        inputs = self.model.prepare_inputs_for_generation(
+            input_ids, **{self._cache_name: self.cache}, use_cache=True, **kwargs, **self._step_kwargs
+        )
+        self.recorder.count_target_forward()
+        return self.model(**inputs, **self._outputs_kwargs)
+
+    def prefill(
+        self, input_ids: torch.Tensor, total_slots: int, chunk_size: int | None
+    ) -> list[CausalLMOutputWithPast]:
+        """Runs the prompt, or what a warm cache does not hold of it yet.
+
+        Args:
+            input_ids (`torch.Tensor` of shape `(batch_size, sequence_length)`):
+                Prompt ids; may be shorter than `total_slots` when only new tokens or embeddings were passed.
+            total_slots (`int`): Length of the whole prompt, cached part included.
+            chunk_size (`int`, *optional*): Rows per forward pass.
+
+        Returns:
+            `list[CausalLMOutputWithPast]`: One output per chunk, in order, logits of the last row only.
+
+        Raises:
+            InvalidInputError: If the cache already holds the whole prompt.
+        """
+        new_rows = total_slots - self.num_slots
+        if new_rows < 1:
+            raise InvalidInputError(
+                f"`cache` already holds {self.num_slots} tokens but the prompt has {total_slots}, so there is nothing "
+                "left to predict from. Crop the cache by at least one token, or append new tokens to the prompt."
+            )
+        outputs = []
+        chunk_size = chunk_size or new_rows
+        for begin in range(0, new_rows, chunk_size):
+            rows_left = new_rows - begin
+            outputs.append(self._prefill_chunk(input_ids, rows_left, min(chunk_size, rows_left), first=begin == 0))
+        self._cached = [total_slots] * input_ids.shape[0]
+        if len(self._cached) > 1 and self._slot_mask is None:
+            self._slot_mask = torch.ones(len(self._cached), total_slots, dtype=torch.long, device=input_ids.device)
+        # Only now: recording during the prefill would keep the whole prompt in sliding-window layers.
+        record_past(self.cache)
+        position_ids = self._prompt_kwargs.get("position_ids")
+        self._next_position = None if position_ids is None else position_ids[..., -1:] + 1
+        return outputs
+
+    def _prefill_chunk(
+        self, input_ids: torch.Tensor, rows_left: int, rows: int, first: bool
+    ) -> CausalLMOutputWithPast:
+        end = self.num_slots + rows
+        kwargs: dict[str, Any] = {"is_first_iteration": first}
+        if "logits_to_keep" in self._prompt_kwargs:
+            kwargs["logits_to_keep"] = 1
+
+        def columns(tensor: torch.Tensor) -> torch.Tensor:
+            """This chunk's columns of a tensor whose last `rows_left` columns are still to do."""
+            begin = tensor.shape[-1] - rows_left
+            return tensor[..., begin : begin + rows]
+
+        if self._slot_mask is not None:
+            kwargs["attention_mask"] = self._slot_mask[:, :end]
+        if (position_ids := self._prompt_kwargs.get("position_ids")) is not None:
+            kwargs["position_ids"] = columns(position_ids)
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            if (ids := self._prompt_kwargs.get(name)) is not None:
+                kwargs[name] = columns(ids)
+        if (embeds := self._prompt_kwargs.get("inputs_embeds")) is not None:
+            begin = embeds.shape[1] - rows_left
+            kwargs["inputs_embeds"] = embeds[:, begin : begin + rows]
+            kwargs["is_first_iteration"] = True  # the flag that makes transformers read the embeddings at all
+            return self._forward(input_ids, **kwargs)
+        return self._forward(columns(input_ids), **kwargs)
+
+    def verify(self, block_ids: torch.Tensor) -> CausalLMOutputWithPast:
+        """Runs a block of `[anchor, draft, …]` rows on top of the cache.
+
+        Args:
+            block_ids (`torch.Tensor` of shape `(batch_size, verify_length)`): Anchor and drafts.
+
+        Returns:
+            `CausalLMOutputWithPast`: Logits of every row, and the hidden states asked for.
+        """
+        if self._is_recurrent:
+            self._snapshots = take_recurrent_snapshot(self.cache)
+        self._block = block_ids
+        return self._run_block(block_ids)
+
+    def _run_block(self, block_ids: torch.Tensor) -> CausalLMOutputWithPast:
+        length = block_ids.shape[1]
+        kwargs: dict[str, Any] = {}
+        if self._slot_mask is not None:
+            ones = self._slot_mask.new_ones(block_ids.shape)
+            kwargs["attention_mask"] = torch.cat([self._slot_mask, ones], dim=1)
+        if self._next_position is not None:
+            if self._steps is None or self._steps.shape[0] < length:
+                self._steps = torch.arange(max(length, 32), device=self._next_position.device)
+            kwargs["position_ids"] = self._next_position + self._steps[:length]
+        return self._forward(block_ids, **kwargs)
+
+    def commit(self, kept: list[int]) -> None:
+        """Keeps the first `kept[i]` rows of the verified block for sequence i and forgets the rest.
+
+        Args:
+            kept (`list[int]`): Rows to keep per sequence, the anchor included.
+        """
+        if self._block is None:
+            raise RuntimeError("`commit` was called before `verify`")
+        length = self._block.shape[1]
+        if self._is_recurrent:
+            self._replay(kept[0], length)
+        elif len(kept) == 1:
+            remove_slots(self.cache, length - kept[0])
+        else:
+            self._realign(kept, length)
+        self._cached = [cached + count for cached, count in zip(self._cached, kept, strict=True)]
+        self._advance(kept)
+
+    def _advance(self, kept: list[int]) -> None:
+        if self._next_position is not None:
+            step = kept[0] if len(kept) == 1 else torch.tensor(kept, device=self._next_position.device)[:, None]
+            self._next_position = self._next_position + step
+        if self._slot_mask is not None:
+            missing = self.num_slots - self._slot_mask.shape[1]
+            if missing > 0:
+                ones = self._slot_mask.new_ones(self._slot_mask.shape[0], missing)
+                self._slot_mask = torch.cat([self._slot_mask, ones], dim=1)
+
+    def _replay(self, kept: int, length: int) -> None:
+        """Recurrent states cannot forget a token: go back to before the block and run the kept rows again."""
+        if kept == length:
+            return
+        remove_slots(self.cache, length)
+        restore_recurrent(self._snapshots)
+        assert self._block is not None
+        with self.recorder.phase("verify"):
+            self._run_block(self._block[:, :kept])
+        remove_slots(self.cache, 0)
+
+    def _realign(self, kept: list[int], length: int) -> None:
+        """Lets all rows end at the same slot again, the first that leaves room for the longest row."""
+        assert self._slot_mask is not None
+        end = self.num_slots
+        before = end - length
+        # A static cache has no slot to spare for rows that ended: their contents are given up.
+        edge = max(
+            cached + count for cached, count in zip(self._cached, kept, strict=True) if count or not self._is_static
+        )
+        if self._has_sliding_window:
+            edge = max(edge, before)  # these layers have forgotten the slots that a shorter cache would need
+        shifts = [edge - before - count for count in kept]
+        mask = torch.cat([self._slot_mask, self._slot_mask.new_ones(len(kept), length)], dim=1)
+        for row, (shift, count) in enumerate(zip(shifts, kept, strict=True)):
+            mask[row, before + count :] = 0
+            if shift:
+                mask[row] = torch.roll(mask[row], shift)
+        shift_rows(self.cache, shifts)
+        remove_slots(self.cache, end - edge)
+        self._slot_mask = mask[:, :edge]
+
+    def select_rows(self, rows: list[int]) -> bool:
+        """Drops finished sequences from the batch where the cache allows it.
+
+        Args:
+            rows (`list[int]`): Batch indices to keep.
+
+        Returns:
+            `bool`: Whether the rows were dropped.
+        """
+        if any(not isinstance(layer, DynamicLayer) for layer in self.cache.layers):
+            return False
+        index = torch.tensor(rows, device=self.model.device)
+        self._cached = [self._cached[row] for row in rows]
+        select_cache_rows(self.cache, index)
+        if self._slot_mask is not None:
+            self._slot_mask = self._slot_mask[index.to(self._slot_mask.device)]
+        if self._next_position is not None:
+            self._next_position = self._next_position.index_select(-2, index.to(self._next_position.device))
+        for name, value in self._step_kwargs.items():
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] > len(rows):
+                self._step_kwargs[name] = value[index.to(value.device)]
+        return True
+
+    def left_align(self) -> None:
+        """Moves every row back so that cache slot s belongs to column s of the returned sequences."""
+        shift_rows(self.cache, [cached - self.num_slots for cached in self._cached])
+        remove_slots(self.cache, self.num_slots - max(self._cached))
