@@ -5,7 +5,8 @@ loaded that way still runs, only with nothing accepted. Here each of these is an
 """
 
 import copy
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,44 @@ from .checkpoint_formats import native_tensor_name, refuse_foreign_tensors
 from .errors import DrafterCheckpointError
 
 
+ADAPTER_CONFIG_NAME = "adapter_config.json"
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 NAMES_SHOWN = 5
+
+
+class StrictCheckpointMixin:
+    """Replaces a model's `from_pretrained` by one that reads foreign DFlash formats and refuses a damaged file."""
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any = None, *model_args: Any, config: Any = None, **kwargs: Any
+    ) -> Any:
+        """
+        Loads a checkpoint in this package's format, z-lab's DFlash format or the AdaFlash authors' format, and refuses
+        one with missing, unexpected, mis-shaped or non-finite tensors. Only safetensors files are read. Takes the
+        arguments of [`~transformers.PreTrainedModel.from_pretrained`].
+
+        Raises:
+            DrafterCheckpointError: The checkpoint cannot be read; the message says why and what to do.
+        """
+        path = pretrained_model_name_or_path
+        base = None if path is None else _base_of_adapter(path, _hub_arguments(kwargs))
+        if base is not None:
+            adapter_name = kwargs.pop("adapter_name", "default")
+            loaded = cls.from_pretrained(base, *model_args, config=config, **kwargs)
+            model = loaded[0] if isinstance(loaded, tuple) else loaded
+            model.load_adapter(path, adapter_name=adapter_name)
+            return loaded
+        wants_info = kwargs.pop("output_loading_info", False)
+        checkpoint = read_checkpoint(cls, path, config, kwargs)
+        model, info = super().from_pretrained(  # type: ignore[misc]
+            checkpoint.path, *model_args, config=checkpoint.config, output_loading_info=True, **checkpoint.kwargs
+        )
+        check_loading_info(info, checkpoint.source)
+        check_loaded_weights(model, checkpoint.source)
+        if path is not None:
+            model.config.name_or_path = str(path)
+        return (model, info) if wants_info else model
 
 
 @dataclass
@@ -34,9 +71,7 @@ class CheckpointToLoad:
     source: str
 
 
-def read_checkpoint(
-    model_class: type[PreTrainedModel], path: Any, config: Any, kwargs: dict[str, Any]
-) -> CheckpointToLoad:
+def read_checkpoint(model_class: Any, path: Any, config: Any, kwargs: dict[str, Any]) -> CheckpointToLoad:
     """
     Resolves a checkpoint, translates its configuration and tensor names if another project wrote it, and compares the
     tensors it holds with those the model has.
@@ -50,26 +85,27 @@ def read_checkpoint(
     Raises:
         DrafterCheckpointError: The files are not a complete drafter of a known format.
     """
-    kwargs = {**kwargs, "use_safetensors": True}
     source = str(path) if path is not None else "the given `state_dict`"
-    hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-    state_dict = kwargs.get("state_dict")
-    files = [] if state_dict is not None else find_weight_files(path, kwargs.get("variant"), hub)
+    hub = _hub_arguments(kwargs)
     if not isinstance(config, PreTrainedConfig):
         config_source = path if config is None else config
         config, kwargs = model_class.config_class.from_pretrained(config_source, return_unused_kwargs=True, **kwargs)
+    # Loading the configuration used up the Hub arguments, which the weights need as well.
+    kwargs = {**hub, **kwargs, "use_safetensors": True}
+    state_dict = kwargs.get("state_dict")
+    files = [] if state_dict is not None else find_weight_files(path, kwargs.get("variant"), hub)
     shapes = _shapes_in(files) if state_dict is None else {name: tuple(t.shape) for name, t in state_dict.items()}
     refuse_foreign_tensors(shapes, source)
     native_names = {name: native_tensor_name(name) for name in shapes}
-    is_quantized = getattr(config, "quantization_config", None) is not None
-    if not is_quantized:
+    # A quantised checkpoint holds packed weights and their scales; its loader knows which belong to what.
+    if getattr(config, "quantization_config", None) is None:
         _compare_shapes(model_class, config, {native_names[name]: shape for name, shape in shapes.items()}, source)
     if any(old != new for old, new in native_names.items()):
         if state_dict is None:
             state_dict = {name: tensor for file in files for name, tensor in load_file(file).items()}
         kwargs["state_dict"] = {native_names[name]: tensor for name, tensor in state_dict.items()}
-        # transformers takes either a path or tensors, and no Hub argument with the latter.
-        path, kwargs = None, {name: value for name, value in kwargs.items() if name not in HUB_ARGUMENTS}
+        # transformers takes either a path or tensors.
+        path = None
     return CheckpointToLoad(path=path, config=config, kwargs=kwargs, source=source)
 
 
@@ -85,6 +121,8 @@ def find_weight_files(path: Any, variant: str | None, hub: dict[str, Any]) -> li
         stem, suffix = name.split(".", 1)
         filename = name if variant is None else f"{stem}.{variant}.{suffix}"
         found[name] = cached_file(path, filename, _raise_exceptions_for_missing_entries=False, **hub)
+        if found[name] is not None:
+            break
     if (single := found[SAFE_WEIGHTS_NAME]) is not None:
         return [single]
     if (index := found[SAFE_WEIGHTS_INDEX_NAME]) is not None:
@@ -109,7 +147,7 @@ def check_loading_info(info: Mapping[str, Any], source: str) -> None:
 def check_loaded_weights(model: PreTrainedModel, source: str) -> None:
     """Raises [`DrafterCheckpointError`] if a parameter of the model holds a NaN or an infinity."""
     for name, tensor in model.named_parameters():
-        # Parameters offloaded to disk have no values here; packed quantized ones are integers.
+        # Parameters offloaded to disk have no values here; packed quantised ones are integers or eight-bit floats.
         if tensor.is_meta or not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
             continue
         if not torch.isfinite(tensor).all():
@@ -119,7 +157,26 @@ def check_loaded_weights(model: PreTrainedModel, source: str) -> None:
             )
 
 
-def _shapes_in(files: list[str]) -> dict[str, tuple[int, ...]]:
+def _hub_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+
+
+def _base_of_adapter(path: Any, hub: dict[str, Any]) -> str | None:
+    """The model that a PEFT adapter directory or repository belongs to; None if `path` is not one."""
+    file = cached_file(path, ADAPTER_CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **hub)
+    if file is None:
+        return None
+    with open(file, encoding="utf-8") as handle:
+        base = json.load(handle).get("base_model_name_or_path")
+    if not base:
+        raise DrafterCheckpointError(
+            f"{path}: `base_model_name_or_path` in {ADAPTER_CONFIG_NAME} is {base!r}, so the drafter that the adapter "
+            "changes is unknown. Write its path there, or load that drafter and call `load_adapter`."
+        )
+    return str(base)
+
+
+def _shapes_in(files: Iterable[str]) -> dict[str, tuple[int, ...]]:
     """Tensor names and shapes, from the files' headers alone."""
     shapes = {}
     for file in files:
@@ -129,19 +186,18 @@ def _shapes_in(files: list[str]) -> dict[str, tuple[int, ...]]:
 
 
 def _compare_shapes(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, shapes: dict[str, tuple[int, ...]], source: str
+    model_class: Any, config: PreTrainedConfig, shapes: dict[str, tuple[int, ...]], source: str
 ) -> None:
     with torch.device("meta"):
         # A copy, because building a model settles attention fields of its config.
         model = model_class(copy.deepcopy(config))
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    missing, unexpected = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
-    if missing:
+    if missing := sorted(expected.keys() - shapes.keys()):
         hint = "The file is incomplete, or config.json belongs to another drafter."
         if all(name.startswith("length_head.") for name in missing):
             hint = "Remove `length_head_config` from config.json to use the drafter without a length head."
         raise DrafterCheckpointError(f"{source}: {len(missing)} tensors are missing: {_shorten(missing)}. {hint}")
-    if unexpected:
+    if unexpected := sorted(shapes.keys() - expected.keys()):
         hint = "It is another kind of drafter, or config.json does not describe it."
         if all(name.startswith("length_head.") for name in unexpected):
             hint = "Describe the length head in config.json under `length_head_config`."
@@ -156,10 +212,17 @@ def _compare_shapes(
             )
 
 
-def _shorten(names: Any) -> str:
+def _shorten(names: Iterable[str]) -> str:
     names = list(names)
     rest = len(names) - NAMES_SHOWN
     return ", ".join(f"`{name}`" for name in names[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-__all__ = ["CheckpointToLoad", "check_loaded_weights", "check_loading_info", "find_weight_files", "read_checkpoint"]
+__all__ = [
+    "CheckpointToLoad",
+    "StrictCheckpointMixin",
+    "check_loaded_weights",
+    "check_loading_info",
+    "find_weight_files",
+    "read_checkpoint",
+]

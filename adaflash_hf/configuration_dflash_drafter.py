@@ -211,6 +211,15 @@ class DFlashDrafterConfig(PreTrainedConfig):
         translates."""
         return super().from_dict(native_config_dict(config_dict), **kwargs)
 
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What `config.json` holds; of the length head, too, only what differs from transformers' defaults."""
+        fields = super().to_diff_dict()
+        if self.length_head_config is not None:
+            head = self.length_head_config.to_diff_dict()
+            head.pop("transformers_version", None)
+            fields["length_head_config"] = head
+        return fields
+
     def _check_sizes(self) -> None:
         sizes = "hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
         for name in (*sizes.split(), "num_target_layers"):

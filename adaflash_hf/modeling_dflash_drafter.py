@@ -21,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_u
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import capture_outputs
 
-from .checkpoint_loading import check_loaded_weights, check_loading_info, read_checkpoint
+from .checkpoint_loading import StrictCheckpointMixin
 from .configuration_dflash_drafter import DFlashDrafterConfig
 from .errors import InvalidInputError
 from .modeling_length_head import LengthHeadModel
@@ -216,8 +216,8 @@ class DFlashDrafterDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class DFlashDrafterPreTrainedModel(PreTrainedModel):
-    """Weight initialisation and loading; see [`read_checkpoint`] for the checkpoint formats."""
+class DFlashDrafterPreTrainedModel(StrictCheckpointMixin, PreTrainedModel):
+    """Weight initialisation and loading, of this package's checkpoints, z-lab's and the AdaFlash authors'."""
 
     config: DFlashDrafterConfig
     config_class = DFlashDrafterConfig
@@ -233,28 +233,6 @@ class DFlashDrafterPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DFlashDrafterDecoderLayer, "attentions": DFlashDrafterAttention}
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: Any = None, *model_args: Any, config: Any = None, **kwargs: Any
-    ) -> Any:
-        """
-        Loads a drafter in this package's format, z-lab's DFlash format or the AdaFlash authors' format, and refuses
-        one with missing, unexpected, mis-shaped or non-finite tensors. Only safetensors files are read. Accepts the
-        arguments of [`~transformers.PreTrainedModel.from_pretrained`].
-
-        Raises:
-            DrafterCheckpointError: The checkpoint cannot be read; the message says why and what to do.
-        """
-        wants_info = kwargs.pop("output_loading_info", False)
-        checkpoint = read_checkpoint(cls, pretrained_model_name_or_path, config, kwargs)
-        model, info = super().from_pretrained(
-            checkpoint.path, *model_args, config=checkpoint.config, output_loading_info=True, **checkpoint.kwargs
-        )
-        check_loading_info(info, checkpoint.source)
-        check_loaded_weights(model, checkpoint.source)
-        model.config.name_or_path = checkpoint.source
-        return (model, info) if wants_info else model
 
 
 class DFlashDrafterModel(DFlashDrafterPreTrainedModel):

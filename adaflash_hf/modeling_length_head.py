@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.utils import ModelOutput
 
+from .checkpoint_loading import StrictCheckpointMixin
 from .configuration_length_head import LengthHeadConfig
 from .errors import InvalidInputError
 
@@ -38,7 +39,7 @@ class LengthHeadResidualLayer(nn.Linear):
         return input + nn.functional.silu(super().forward(input))
 
 
-class LengthHeadPreTrainedModel(PreTrainedModel):
+class LengthHeadPreTrainedModel(StrictCheckpointMixin, PreTrainedModel):
     """Weight initialisation and loading shared by length heads."""
 
     config: LengthHeadConfig

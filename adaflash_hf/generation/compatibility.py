@@ -32,19 +32,19 @@ def check_drafter_fits_target(drafter: nn.Module, target: nn.Module) -> None:
         DrafterCompatibilityError: They do not fit in architecture, depth, layer ids, hidden size, vocabulary, mask
             token or dtype. The message names both values and what to do.
     """
-    drafter, target = _unwrap(drafter), _unwrap(target)
-    config = getattr(drafter, "config", None)
-    if getattr(config, "model_type", None) != DRAFTER_MODEL_TYPE:
+    base_drafter, base_target = _unwrap(drafter), _unwrap(target)
+    config = getattr(base_drafter, "config", None)
+    if config is None or config.model_type != DRAFTER_MODEL_TYPE:
         raise DrafterCompatibilityError(
-            f"`drafter` is a {type(drafter).__name__} of type {getattr(config, 'model_type', None)!r}; expected "
+            f"`drafter` is a {type(base_drafter).__name__} of type {getattr(config, 'model_type', None)!r}; expected "
             f"{DRAFTER_MODEL_TYPE!r}. Load it with `DFlashDrafterModel.from_pretrained`."
         )
-    embedding, head = _token_layers(target)
-    text_config = target.config.get_text_config(decoder=True)
+    embedding, head = _token_layers(base_target)
+    text_config = base_target.config.get_text_config(decoder=True)
     _check_depth(config, text_config)
     _check_hidden_size(config, text_config, embedding)
     _check_vocabulary(config, embedding, head)
-    _check_dtype(drafter, target, embedding)
+    _check_dtype(base_drafter, base_target, embedding)
 
 
 def _unwrap(module: Any) -> Any:
@@ -102,7 +102,8 @@ def _check_hidden_size(config: PreTrainedConfig, text_config: PreTrainedConfig, 
     if config.target_hidden_size != text_config.hidden_size:
         raise DrafterCompatibilityError(
             f"The drafter expects context features of `target_hidden_size` = {config.target_hidden_size}, the "
-            f"target's `hidden_size` is {text_config.hidden_size}.{_trained_for(config)} Use a drafter trained for this target."
+            f"target's `hidden_size` is {text_config.hidden_size}.{_trained_for(config)} Use a drafter trained for "
+            "this target."
         )
     width = _size_of(embedding, "embedding_dim", dimension=1)
     if config.hidden_size != width:
@@ -154,10 +155,10 @@ def _compute_dtype(model: Any, layer: nn.Module | None) -> torch.dtype:
     return configured if isinstance(configured, torch.dtype) else model.dtype
 
 
-def _size_of(layer: nn.Module, attribute: str, dimension: int) -> int:
+def _size_of(layer: Any, attribute: str, dimension: int) -> int:
     """Rows or columns of a token layer. The attribute comes first because quantised weights are stored packed."""
     size = getattr(layer, attribute, None)
-    return int(size) if isinstance(size, int) else int(layer.weight.shape[dimension])  # type: ignore[union-attr]
+    return int(size) if isinstance(size, int) else int(layer.weight.shape[dimension])
 
 
 def _trained_for(config: PreTrainedConfig) -> str:
