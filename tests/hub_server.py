@@ -1,0 +1,162 @@
+"""A stand-in for the Hugging Face Hub on 127.0.0.1, for `push_to_hub` and `from_pretrained` without a network.
+
+It speaks the handful of endpoints that huggingface_hub uses to create a repository, commit small files and download
+them. Not covered: LFS and Xet uploads (every file is asked for inline), several revisions, and authentication.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+
+class HubServer(ThreadingHTTPServer):
+    """Keeps repositories as `{"org/name": {"path": bytes}}` and the requests it saw as "METHOD /path"."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), HubRequestHandler)
+        self.repositories: dict[str, dict[str, bytes]] = {}
+        self.requests_seen: list[str] = []
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def environment(self, home: Path) -> dict[str, str]:
+        """Variables for a process that is to use this server with an empty cache under `home`."""
+        return {
+            "HF_ENDPOINT": self.endpoint,
+            "HF_HOME": str(home),
+            "HF_TOKEN": "hf_stand_in",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+        }
+
+    def commit_id(self, repository: str) -> str:
+        """Forty hexadecimal digits that change with the content."""
+        digest = hashlib.sha1()
+        for path, content in sorted(self.repositories[repository].items()):
+            digest.update(path.encode() + b"\0" + content)
+        return digest.hexdigest()
+
+
+class HubRequestHandler(BaseHTTPRequestHandler):
+    """One request to the stand-in."""
+
+    server: HubServer
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keeps test output free of access logs; `requests_seen` has them."""
+
+    def do_HEAD(self) -> None:
+        self._download()
+
+    def do_GET(self) -> None:
+        path = self._path()
+        if "/resolve/" in path:
+            self._download()
+        elif path.startswith("/api/models/"):
+            self._describe(*self._split(path.removeprefix("/api/models/")))
+        else:
+            self._answer(404)
+
+    def do_POST(self) -> None:
+        path = self._path()
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if path == "/api/repos/create":
+            fields = json.loads(body)
+            name = f"{fields['organization']}/{fields['name']}" if fields.get("organization") else fields["name"]
+            self.server.repositories.setdefault(name, {})
+            self._answer(200, {"url": f"{self.server.endpoint}/{name}"})
+        elif path == "/api/validate-yaml":
+            self._answer(200, {"errors": [], "warnings": []})
+        elif "/preupload/" in path:
+            files = json.loads(body)["files"]
+            modes = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None} for f in files]
+            self._answer(200, {"files": modes})
+        elif "/commit/" in path:
+            self._commit(path.removeprefix("/api/models/").split("/commit/")[0], body)
+        else:
+            self._answer(404)
+
+    def _commit(self, repository: str, body: bytes) -> None:
+        files = self.server.repositories[repository]
+        for line in body.splitlines():
+            entry = json.loads(line)
+            if entry["key"] == "file":
+                files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+            elif entry["key"] == "deletedFile":
+                files.pop(entry["value"]["path"], None)
+        commit = self.server.commit_id(repository)
+        url = f"{self.server.endpoint}/{repository}/commit/{commit}"
+        self._answer(200, {"success": True, "commitOid": commit, "commitUrl": url})
+
+    def _describe(self, repository: str, rest: str) -> None:
+        files = self.server.repositories.get(repository)
+        if files is None:
+            self._answer(404, headers={"X-Error-Code": "RepoNotFound"})
+        elif rest.startswith("tree/"):
+            self._answer(200, [{"type": "file", "path": p, "size": len(c), "oid": "0" * 40} for p, c in files.items()])
+        else:
+            siblings = [{"rfilename": path} for path in files]
+            sha = self.server.commit_id(repository)
+            self._answer(200, {"id": repository, "sha": sha, "siblings": siblings, "tags": [], "private": False})
+
+    def _download(self) -> None:
+        repository, _, rest = self._path().lstrip("/").partition("/resolve/")
+        files = self.server.repositories.get(repository)
+        content = None if files is None else files.get(rest.partition("/")[2])
+        if content is None:
+            code = "RepoNotFound" if files is None else "EntryNotFound"
+            self._answer(404, headers={"X-Error-Code": code})
+            return
+        headers = {
+            "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
+            "X-Repo-Commit": self.server.commit_id(repository),
+        }
+        self._answer(200, content, headers)
+
+    def _path(self) -> str:
+        path = unquote(urlparse(self.path).path)
+        self.server.requests_seen.append(f"{self.command} {path}")
+        return path
+
+    @staticmethod
+    def _split(path: str) -> tuple[str, str]:
+        """("org/name", what follows it)."""
+        organization, name, *rest = path.split("/")
+        return f"{organization}/{name}", "/".join(rest)
+
+    def _answer(self, status: int, content: object = None, headers: dict[str, str] | None = None) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        kind = "application/octet-stream" if isinstance(content, bytes) else "application/json"
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@contextmanager
+def running_hub() -> Iterator[HubServer]:
+    """The stand-in, serving on a free port until the block is left."""
+    server = HubServer()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
