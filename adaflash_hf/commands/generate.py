@@ -220,7 +220,7 @@ class _Request:
                     make_streamer=stream_to(display, self.models.tokenizer) if display is not None else None,
                     on_run=display.finish if display is not None else None,
                 )
-            named.append((f"{number}: {' '.join(text.split())[:40]}", comparison))
+            named.append((f"{number}: {' '.join(text.split())[:24]}", comparison))
             if self.as_json:
                 stats = comparison.adaflash[0].stats
                 _print_json(

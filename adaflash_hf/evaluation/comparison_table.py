@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from rich import box
 from rich.table import Table
 
 from .comparison import Comparison, DecodedRun
@@ -32,7 +33,7 @@ def build_comparison_table(rows: Sequence[tuple[str, Comparison]]) -> Table:
         rows (`Sequence[tuple[str, Comparison]]`):
             Name of the prompt and its comparison.
     """
-    table = Table(show_footer=len(rows) > 1)
+    table = Table(show_footer=len(rows) > 1, box=box.SIMPLE_HEAD)
     columns = [
         ("prompt", "median", "left"),
         ("tokens", "", "right"),
@@ -44,6 +45,7 @@ def build_comparison_table(rows: Sequence[tuple[str, Comparison]]) -> Table:
     ]
     for header, footer, justify in columns:
         table.add_column(header, footer=footer, justify="right" if justify == "right" else "left")
+    table.columns[0].no_wrap = True
     for name, comparison in rows:
         tau = comparison.acceptance_length
         table.add_row(
@@ -66,9 +68,11 @@ def build_statistics_table(rows: Sequence[tuple[str, Comparison | DecodedRun]]) 
         rows (`Sequence[tuple[str, Comparison | DecodedRun]]`):
             Name of the prompt and its AdaFlash run, or a comparison, of which the first AdaFlash run is shown.
     """
-    table = Table(caption="verify lengths: rows sent to the target (the anchor included) x rounds")
-    table.add_column("prompt")
-    for header in ("rounds", "accepted / drafted", "prefill s", "draft s", "verify s", "rest s"):
+    table = Table(
+        caption="verify lengths: rows sent to the target (the anchor included) x rounds", box=box.SIMPLE_HEAD
+    )
+    table.add_column("prompt", no_wrap=True)
+    for header in ("rounds", "accepted", "prefill + draft + verify + rest s"):
         table.add_column(header, justify="right")
     table.add_column("verify lengths")
     for name, row in rows:
@@ -78,9 +82,9 @@ def build_statistics_table(rows: Sequence[tuple[str, Comparison | DecodedRun]]) 
         table.add_row(
             name,
             str(stats.rounds),
-            f"{stats.accepted_tokens} / {stats.drafted_tokens}",
-            *(f"{seconds:.2f}" for seconds in (stats.prefill_s, stats.draft_s, stats.verify_s, stats.overhead_s)),
-            "  ".join(f"{length}x{count}" for length, count in sorted(stats.verify_lengths.items())),
+            f"{stats.accepted_tokens}/{stats.drafted_tokens}",
+            f"{stats.prefill_s:.2f} + {stats.draft_s:.2f} + {stats.verify_s:.2f} + {stats.overhead_s:.2f}",
+            " ".join(f"{length}x{count}" for length, count in sorted(stats.verify_lengths.items())),
         )
     return table
 

@@ -223,17 +223,21 @@ def run_demo(
         `list[Comparison]`: one per prompt.
     """
     with console.status("Warming up"):
-        warm_runs = warm_up(
+        last_runs = warm_up(
             target_model, drafter, encode_prompt(tokenizer, prompts[0].text), drafting_kwargs=drafting_kwargs
         )
-    new_tokens = fit_new_tokens(
-        *warm_runs, prompts=len(prompts), time_budget_s=time_budget_s, max_new_tokens=max_new_tokens
-    )
-    if new_tokens < max_new_tokens:
-        console.print(f"This machine is slow: {new_tokens} instead of {max_new_tokens} new tokens per response.")
-
+    deadline = time.monotonic() + time_budget_s
+    shortest = max_new_tokens
     named: list[tuple[str, Comparison]] = []
     for number, prompt in enumerate(prompts, start=1):
+        # Anew for each prompt, because the speed of a shared machine changes.
+        new_tokens = fit_new_tokens(
+            *last_runs,
+            prompts=len(prompts) - number + 1,
+            time_budget_s=deadline - time.monotonic(),
+            max_new_tokens=max_new_tokens,
+        )
+        shortest = min(shortest, new_tokens)
         console.rule(f"{number}/{len(prompts)}  {prompt.domain}  ({prompt.source})")
         console.print(prompt.text, style="dim", markup=False, highlight=False)
         with make_display(console) as display:
@@ -247,8 +251,15 @@ def run_demo(
                 on_run=display.finish,
             )
         named.append((f"{prompt.domain} ({prompt.source})", comparison))
+        last_runs = comparison.plain[0], comparison.adaflash[0]
 
     console.rule("Result")
+    if shortest < max_new_tokens:
+        console.print(
+            f"Responses were cut, the shortest to {shortest} of {max_new_tokens} tokens, to end within "
+            f"{time_budget_s:.0f} s; --time-budget sets another limit.",
+            highlight=False,
+        )
     console.print(build_comparison_table(named))
     if verbose:
         console.print(build_statistics_table(named))

@@ -40,7 +40,7 @@ def test_text_goes_to_stdout_and_speed_to_stderr(target, capsys, stream):
 
 def test_verbose_shows_verify_lengths(target, capsys):
     assert main(["generate", "hello", "-n", "8", "--verbose"]) == 0
-    assert "2x1  4x3" in capsys.readouterr().err
+    assert "2x1 4x3" in capsys.readouterr().err
 
 
 def test_options_reach_generate(target):

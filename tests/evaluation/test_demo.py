@@ -71,6 +71,13 @@ def test_responses_are_cut_to_the_time_there_is(plain_rate, adaflash_rate, expec
     assert tokens == expected
 
 
+def test_demo_says_when_it_cut_responses():
+    console = console_of()
+    target, _ = demo(console, max_new_tokens=40, time_budget_s=0.0)
+    assert "shortest to 24 of 40 tokens" in console.file.getvalue()
+    assert {call["max_new_tokens"] for call in target.calls[4:]} == {24}
+
+
 def test_a_short_limit_is_never_raised():
     runs = run_with_rate(0.1), run_with_rate(0.1)
     assert fit_new_tokens(*runs, prompts=6, time_budget_s=1.0, max_new_tokens=4) == 4
