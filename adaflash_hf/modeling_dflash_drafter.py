@@ -393,6 +393,17 @@ class DFlashDrafterModel(DFlashDrafterPreTrainedModel):
             key_length, key_offset = cache.layers[layer_idx].get_mask_sizes(new_keys)
         block = noise_embeds.shape[1]
         end = cached + new_keys
+        if is_preallocated and window is not None:
+            raise InvalidInputError(
+                f"`cache` is a {type(cache).__name__}, whose sliding layers cannot give back what the block "
+                "displaced. Use a `DFlashCache`, as `use_cache=True` makes."
+            )
+        # transformers would fill a short mask up with invisible keys, the block among them.
+        if padding is not None and not is_preallocated and padding.shape[-1] != end:
+            raise InvalidInputError(
+                f"`attention_mask` covers {padding.shape[-1]} keys; expected {end} = {cached} in the cache + "
+                f"{new_keys - block} new + {block} of the block. Extend it over all of them."
+            )
 
         def is_visible(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
             visible = kv_idx <= q_idx if is_causal else kv_idx < end

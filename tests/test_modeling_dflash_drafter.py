@@ -9,7 +9,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import ARCHITECTURES, RECURRENT_ARCHITECTURES, random_block, tiny_drafter, tiny_target
 from torch import nn
-from transformers.cache_utils import DFlashCache, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import DFlashCache, DynamicCache, StaticCache
+from transformers.masking_utils import flash_attention_mask
 
 from adaflash_hf import DFlashDrafterModel, InvalidInputError
 
@@ -283,6 +285,48 @@ def test_a_cache_with_gradient_checkpointing_is_refused() -> None:
         drafter(noise, context, cache=DynamicCache())
     with torch.no_grad():
         drafter(noise, context, cache=DynamicCache())
+
+
+@torch.no_grad()
+def test_a_preallocated_cache() -> None:
+    drafter = tiny_drafter()
+    cache = StaticCache(config=drafter.config, max_cache_len=20)
+    noise, context = random_block(drafter.config, new_context=9)
+    output = drafter(noise, context, cache=cache).last_hidden_state
+    torch.testing.assert_close(output, drafter(noise, context).last_hidden_state, **TOLERANCE)
+    sliding = tiny_drafter(**MIXED_LAYERS)
+    with pytest.raises(InvalidInputError, match="`cache` is a StaticCache"):
+        sliding(noise, context, cache=StaticCache(config=sliding.config, max_cache_len=20))
+
+
+@torch.no_grad()
+def test_a_mask_that_leaves_out_the_block_is_refused() -> None:
+    drafter = tiny_drafter()
+    noise, context = random_block(drafter.config, new_context=9)
+    with pytest.raises(InvalidInputError, match=r"covers 9 keys; expected 13 = 0 in the cache \+ 9 new \+ 4 of the"):
+        drafter(noise, context, attention_mask=torch.ones(2, 9))
+
+
+@torch.no_grad()
+def test_flash_attention_is_asked_for_the_same_rules() -> None:
+    """Flash attention takes flags and a two-dimensional mask in place of a full one; it needs CUDA, its asker not."""
+    asked = []
+
+    def record(module: nn.Module, query: torch.Tensor, key: Any, value: Any, mask: Any, **kwargs: Any) -> tuple:
+        asked.append((module.is_causal, kwargs.get("is_causal"), kwargs["sliding_window"], mask))
+        return query.transpose(1, 2), None
+
+    AttentionInterface.register("recorded_flash", record)
+    AttentionMaskInterface.register("recorded_flash", flash_attention_mask)
+    drafter = tiny_drafter(**MIXED_LAYERS)
+    drafter.config._attn_implementation = "recorded_flash"
+    noise, context = random_block(drafter.config, new_context=9)
+    drafter(noise, context)
+    assert asked == [(True, None, WINDOW, None), (False, None, None, None)]
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[0, :3] = 0
+    drafter(noise, context, attention_mask=mask)
+    assert all(torch.equal(given, mask.bool()) for *_, given in asked[2:])
 
 
 def test_features_of_the_wrong_width_are_refused() -> None:
