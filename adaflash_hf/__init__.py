@@ -23,6 +23,8 @@ from .generation import (
     generate_with_drafter,
     install_routing,
     is_routing_active,
+    prepack_linear_layers,
+    restore_linear_layers,
     uninstall_routing,
 )
 from .modeling_dflash_drafter import DFlashDrafterModel, DFlashDrafterPreTrainedModel
@@ -57,5 +59,7 @@ __all__ = [
     "generate_with_drafter",
     "install_routing",
     "is_routing_active",
+    "prepack_linear_layers",
+    "restore_linear_layers",
     "uninstall_routing",
 ]

@@ -3,6 +3,7 @@
 from .candidate_generator import AdaFlashCandidateGenerator
 from .compatibility import check_drafter_fits_target
 from .length_policies import FixedLengthPolicy, LengthHeadPolicy, LengthPolicy
+from .prepacking import prepack_linear_layers, restore_linear_layers
 from .routing import generate_with_drafter, install_routing, is_routing_active, uninstall_routing
 from .statistics import GenerationStats
 
@@ -17,5 +18,7 @@ __all__ = [
     "generate_with_drafter",
     "install_routing",
     "is_routing_active",
+    "prepack_linear_layers",
+    "restore_linear_layers",
     "uninstall_routing",
 ]
