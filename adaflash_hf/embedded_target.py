@@ -111,7 +111,7 @@ def default_dtype(device: str | torch.device) -> torch.dtype:
     """
     device = torch.device(device)
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     if device.type == "cpu":
         # `torch.ops.mkldnn._is_mkldnn_bf16_supported` is of no use on x86: it is also true for plain AVX512, where
         # oneDNN emulates.

@@ -82,7 +82,7 @@ def test_cpu_dtype_follows_the_instructions(capabilities, expected, monkeypatch)
 
 @pytest.mark.parametrize(("bf16", "expected"), [(True, torch.bfloat16), (False, torch.float16)])
 def test_cuda_dtype(bf16, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: bf16)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
     assert default_dtype("cuda") is expected
 
 

@@ -65,7 +65,7 @@ DeviceOption = Annotated[
 ]
 LengthPolicyOption = Annotated[
     LengthPolicy | None,
-    typer.Option("--length-policy", help="Who decides how much of a draft is verified; default: the drafter's own."),
+    typer.Option("--length-policy", help="Who decides how much of a draft is verified; default: fixed."),
 ]
 DraftProposalOption = Annotated[
     DraftProposal | None,
