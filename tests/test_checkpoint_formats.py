@@ -1,89 +1,30 @@
-"""Checkpoints: other projects' files are read as the same drafter or refused by name, and damage is never loaded."""
+"""Other projects' checkpoints are read as the same drafter, or refused by name with the reason."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
-from tiny_models import random_block, tiny_drafter
+from safetensors.torch import load_file
+from tiny_checkpoints import (
+    HEAD,
+    HEAD_FLAGS,
+    ZLAB_CONFIG,
+    as_written_by_the_authors,
+    assert_same_drafter,
+    hidden,
+    perturb,
+    without,
+    write,
+)
+from tiny_models import tiny_drafter
 from transformers import AutoModel
 
 from adaflash_hf import DFlashDrafterConfig, DFlashDrafterModel, DrafterCheckpointError
 from adaflash_hf.checkpoint_formats import native_config_dict, native_tensor_name
-
-
-ZLAB_CONFIG: dict[str, Any] = {
-    "architectures": ["DFlashDraftModel"],
-    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-    "model_type": "qwen3",
-    "block_size": 4,
-    "num_target_layers": 4,
-    "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2]},
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "hidden_act": "silu",
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000,
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-    "torch_dtype": "float32",
-    "vocab_size": 96,
-}
-HEAD_FLAGS = {"use_thresh_head_two_model": True, "thresh_head_bottleneck_dim": 5, "thresh_head_direct_len": True}
-HEAD = {"head_type": "mean_last_residual", "bottleneck_size": 5}
-
-
-def without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name not in names}
-
-
-def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return folder
-
-
-def hidden(drafter: DFlashDrafterModel) -> torch.Tensor:
-    with torch.no_grad():
-        return drafter(*random_block(drafter.config, new_context=11)).last_hidden_state
-
-
-def assert_same_drafter(loaded: DFlashDrafterModel, original: DFlashDrafterModel) -> None:
-    assert type(loaded) is DFlashDrafterModel
-    assert not loaded.training
-    assert loaded.state_dict().keys() == original.state_dict().keys()
-    torch.testing.assert_close(hidden(loaded), hidden(original), rtol=0, atol=0)
-
-
-def perturb(drafter: DFlashDrafterModel) -> None:
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(0.01 * torch.randn_like(parameter))
-
-
-@pytest.mark.parametrize("load", [DFlashDrafterModel.from_pretrained, AutoModel.from_pretrained])
-def test_perturbed_saved_and_loaded(load: Callable, tmp_path: Path) -> None:
-    drafter = tiny_drafter(
-        length_head_config=HEAD, layer_types=["sliding_attention", "full_attention"], sliding_window=5
-    )
-    before = hidden(drafter)
-    perturb(drafter)
-    assert (hidden(drafter) - before).abs().max() > 1e-3
-    drafter.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert (tmp_path / "model.safetensors.index.json").exists(), "this is to test shards as well"
-    assert_same_drafter(load(tmp_path), drafter)
 
 
 ZLAB_VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -170,10 +111,6 @@ def test_a_foreign_checkpoint_is_saved_in_our_format(tmp_path: Path) -> None:
     assert_same_drafter(AutoModel.from_pretrained(tmp_path / "ours"), loaded)
 
 
-def as_written_by_the_authors(drafter: DFlashDrafterModel) -> dict[str, torch.Tensor]:
-    return {name.replace("length_head.", "thresh_head_two_model."): t for name, t in drafter.state_dict().items()}
-
-
 def test_adaflash_authors_checkpoints(tmp_path: Path) -> None:
     original = tiny_drafter(rope_theta=1e6, length_head_config=HEAD)
     tensors = as_written_by_the_authors(original)
@@ -196,53 +133,6 @@ def test_model_prefix_is_tolerated(tmp_path: Path) -> None:
         config = {name: value for name, value in config.items() if name != "dtype"}
         loaded = DFlashDrafterModel.from_pretrained(write(tmp_path / config["model_type"], config, tensors))
         assert_same_drafter(loaded, original)
-
-
-def test_loading_arguments_reach_transformers(tmp_path: Path) -> None:
-    original = tiny_drafter(rope_theta=1e6)
-    original.save_pretrained(tmp_path / "ours", variant="best")
-    for path, extra in (
-        (write(tmp_path / "zlab" / "inner", ZLAB_CONFIG, original.state_dict()).parent, {"subfolder": "inner"}),
-        (tmp_path / "ours", {"variant": "best"}),
-    ):
-        loaded, info = DFlashDrafterModel.from_pretrained(
-            path,
-            dtype=torch.bfloat16,
-            attn_implementation="eager",
-            device_map="cpu",
-            output_loading_info=True,
-            **extra,
-        )
-        assert loaded.dtype == torch.bfloat16
-        assert loaded.config._attn_implementation == "eager"
-        assert loaded.config.name_or_path == str(path)
-        assert not info["missing_keys"] and not info["unexpected_keys"]
-
-
-def test_a_given_configuration_or_state_dict_is_used(tmp_path: Path) -> None:
-    original = tiny_drafter()
-    original.save_pretrained(tmp_path)
-    config = DFlashDrafterConfig.from_pretrained(tmp_path, output_multiplier=0.5)
-    assert DFlashDrafterModel.from_pretrained(tmp_path, config=config).config.output_multiplier == 0.5
-    assert DFlashDrafterModel.from_pretrained(tmp_path, output_multiplier=0.25).config.output_multiplier == 0.25
-    loaded = DFlashDrafterModel.from_pretrained(None, config=config, state_dict=original.state_dict())
-    assert_same_drafter(loaded, original)
-    with pytest.raises(DrafterCheckpointError, match="the given `state_dict`: 1 tensors are missing: `fc.weight`"):
-        DFlashDrafterModel.from_pretrained(None, config=config, state_dict=without(original.state_dict(), "fc.weight"))
-
-
-@pytest.mark.parametrize("load", [DFlashDrafterModel.from_pretrained, AutoModel.from_pretrained])
-def test_an_adapter_directory_loads_its_drafter_and_itself(load: Callable, tmp_path: Path) -> None:
-    drafter = tiny_drafter()
-    drafter.save_pretrained(tmp_path / "base")
-    base = DFlashDrafterModel.from_pretrained(tmp_path / "base")
-    wrapped = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "fc"], init_lora_weights=False))
-    adapted = wrapped(*random_block(drafter.config, new_context=11)).last_hidden_state
-    wrapped.save_pretrained(tmp_path / "adapter")
-    loaded = load(tmp_path / "adapter")
-    assert type(loaded) is DFlashDrafterModel
-    torch.testing.assert_close(hidden(loaded), adapted.detach())
-    assert (adapted - hidden(drafter)).abs().max() > 1e-3
 
 
 REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -306,77 +196,6 @@ def test_foreign_tensors_are_refused_with_the_reason(tensor: str, tmp_path: Path
         DFlashDrafterModel.from_pretrained(write(tmp_path, ZLAB_CONFIG, tensors))
     assert f"`{tensor}`" in str(error.value)
     assert REFUSED_TENSORS[tensor] in str(error.value)
-
-
-def damage_missing(tensors: dict[str, torch.Tensor]) -> None:
-    del tensors["layers.1.self_attn.k_norm.weight"]
-
-
-def damage_unexpected(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["layers.2.mlp.up_proj.weight"] = torch.zeros(48, 32)
-
-
-def damage_shape(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["fc.weight"] = torch.zeros(32, 96)
-
-
-def damage_nan(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["norm.weight"] = torch.full((32,), float("nan"))
-
-
-def damage_infinity(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["layers.0.mlp.up_proj.weight"] = torch.zeros(48, 32).index_fill(0, torch.tensor([7]), float("inf"))
-
-
-def damage_head(tensors: dict[str, torch.Tensor]) -> None:
-    for name in [name for name in tensors if name.startswith("length_head.")]:
-        del tensors[name]
-
-
-DAMAGE: dict[Callable, str] = {
-    damage_missing: "1 tensors are missing: `layers.1.self_attn.k_norm.weight`",
-    damage_unexpected: "1 tensors have no place in the drafter: `layers.2.mlp.up_proj.weight`",
-    damage_shape: r"`fc.weight` has shape \[32, 96\], but config.json asks for \[32, 64\]",
-    damage_nan: "`norm.weight` has NaN or infinite values",
-    damage_infinity: "`layers.0.mlp.up_proj.weight` has NaN or infinite values",
-    damage_head: "4 tensors are missing: `length_head.*Remove `length_head_config`",
-}
-
-
-@pytest.mark.parametrize("load", [DFlashDrafterModel.from_pretrained, AutoModel.from_pretrained])
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda function: function.__name__)
-def test_damage_is_refused(damage: Callable, load: Callable, tmp_path: Path) -> None:
-    drafter = tiny_drafter(length_head_config={"bottleneck_size": 5})
-    drafter.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    damage(tensors)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(DrafterCheckpointError, match=DAMAGE[damage]):
-        load(tmp_path)
-
-
-def test_a_length_head_that_the_configuration_does_not_mention_is_refused(tmp_path: Path) -> None:
-    tensors = as_written_by_the_authors(tiny_drafter(length_head_config=HEAD))
-    with pytest.raises(DrafterCheckpointError, match="Describe the length head in config.json"):
-        DFlashDrafterModel.from_pretrained(write(tmp_path, ZLAB_CONFIG, tensors))
-
-
-@pytest.mark.parametrize("load", [DFlashDrafterModel.from_pretrained, AutoModel.from_pretrained])
-@pytest.mark.parametrize("options", [{}, {"use_safetensors": False}])
-def test_pickles_are_never_opened(load: Callable, options: dict[str, Any], tmp_path: Path) -> None:
-    marker = tmp_path / "unpickled"
-
-    class Payload:
-        def __reduce__(self) -> tuple[Callable, tuple]:
-            return Path.touch, (marker,)
-
-    drafter = tiny_drafter()
-    drafter.save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    torch.save({"fc.weight": Payload()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(DrafterCheckpointError, match="has no `model.safetensors`. Pickled weights"):
-        load(tmp_path, **options)
-    assert not marker.exists()
 
 
 def test_translation_leaves_its_argument_and_our_own_configurations_alone() -> None:

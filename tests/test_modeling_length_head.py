@@ -146,13 +146,6 @@ def test_wrong_width_is_refused() -> None:
         random_head("mean_linear")(torch.randn(2, 4, 7))
 
 
-def test_unknown_head_type_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="`head_type` is 'threshold'"):
-        LengthHeadConfig(head_type="threshold")
-    with pytest.raises(InvalidInputError, match="`bottleneck_size` is 0"):
-        LengthHeadConfig(bottleneck_size=0)
-
-
 def test_weights_of_another_head_type_are_refused(tmp_path: Path) -> None:
     random_head("mean_last_residual").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
