@@ -1,0 +1,313 @@
+"""Trains drafters and length heads on stored trajectories with transformers' `Trainer`.
+
+Everything that training needs and that is not special to drafters (accelerate, mixed precision, logging, checkpoints,
+push to the Hub) is the parent's. A run that was killed and resumed goes through the same batches and anchors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, Subset
+from transformers import Trainer, TrainerCallback, TrainerControl
+from transformers.trainer_utils import EvalLoopOutput
+
+from ..errors import InvalidInputError
+from ..generation.compatibility import check_drafter_fits_target
+from ..modeling_dflash_drafter import DFlashDrafterModel
+from .collator import DrafterDataCollator
+from .draft_step import DraftStep, StepOutcome
+from .metrics import DraftMetrics
+from .objectives import DraftObjective
+from .optimizers import MuonWithAdamW
+from .training_arguments import DrafterTrainingArguments
+from .trajectory_dataset import TrajectoryDataset
+from .vocabulary import RestrictedVocabulary, build_restricted_vocabulary, count_tokens
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+__all__ = ["DrafterTrainer", "last_complete_checkpoint"]
+
+TrajectoryRows = TrajectoryDataset | Subset
+
+_STATE_FILE = "trainer_state.json"  # written last by `Trainer`
+_HEAD_PREFIX = "length_head."
+# A frozen drafter's loss is only looked at.
+_CROSS_ENTROPY = DraftObjective(hard_label_weight=1.0, labels="trajectory")
+# Of a training batch only these metrics go into the log; the others are for evaluation.
+_LOGGED_METRICS = ("acceptance_length", "hard_loss", "divergence", "clipped_share", "length_head_error")
+
+
+class DrafterTrainer(Trainer):
+    """
+    Trains a drafter, its length head, or both.
+
+    Args:
+        model (`DFlashDrafterModel`):
+            What is trained; may be wrapped by PEFT.
+        target_model (`PreTrainedModel`):
+            Its target, frozen here. Features and distributions that are not stored with the trajectories are computed
+            with it.
+        args (`DrafterTrainingArguments`):
+            All settings.
+        train_dataset (`TrajectoryDataset` or a `Subset` of one):
+            Trajectories to train on.
+        eval_dataset (`TrajectoryDataset` or a `Subset` of one, *optional*):
+            Held-out trajectories.
+        callbacks (`Sequence[TrainerCallback]`, *optional*):
+            See [`~transformers.Trainer`].
+
+    Raises:
+        DrafterCompatibilityError: the drafter does not fit the target.
+        InvalidInputError: arguments contradict each other, the drafter or the trajectories.
+    """
+
+    args: DrafterTrainingArguments
+    optimizer: torch.optim.Optimizer | None
+    control: TrainerControl
+
+    def __init__(
+        self,
+        model: DFlashDrafterModel,
+        target_model: PreTrainedModel,
+        args: DrafterTrainingArguments,
+        train_dataset: TrajectoryRows,
+        eval_dataset: TrajectoryRows | None = None,
+        callbacks: Sequence[TrainerCallback] | None = None,
+    ) -> None:
+        _check_fit(model, target_model)
+        if args.dataloader_persistent_workers:
+            raise InvalidInputError(
+                "`dataloader_persistent_workers` is true, but such workers would sample the same anchors in each "
+                "epoch; leave it false."
+            )
+        trajectories, indices = _trajectories_of(train_dataset)
+        draft_length = model.config.draft_length
+        _freeze(model, args.train_only)
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=DrafterDataCollator(draft_length, args.anchors_per_trajectory, args.seed),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            callbacks=list(callbacks or []),
+        )
+        # The drafter's forward takes any keyword, which would make the parent expect it to normalize the loss.
+        self.model_accepts_loss_kwargs = False
+        self.add_callback(_EpochForCollator(self.data_collator))
+        self.domains = trajectories.domains
+        self.target_model = target_model.requires_grad_(False).eval().to(args.device)
+        self.vocabulary = self._restricted_vocabulary(trajectories, indices)
+        trains_drafter = args.train_only != "length_head"
+        self.draft_step = DraftStep(
+            model,
+            target_model,
+            args.draft_objective if trains_drafter else _CROSS_ENTROPY,
+            position_decay=args.position_decay,
+            teacher=_resolve_teacher(args, trajectories) if trains_drafter else "none",
+            vocabulary=self.vocabulary,
+            logits_memory_bytes=args.logits_memory_bytes,
+        )
+        self._train_metrics = DraftMetrics(self.domains, draft_length, args.device)
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, StepOutcome]:
+        """Loss of one batch, for each slot and block a mean."""
+        outcome = self.draft_step.run(model, inputs, full_vocabulary=self.args.train_only == "length_head")
+        _count(self._train_metrics, outcome, inputs["domain_ids"])
+        loss = self._loss_of(outcome)
+        return (loss, outcome) if return_outputs else loss
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """Train; with `resume_from_checkpoint=True` from the last complete checkpoint in `output_dir`, if any."""
+        if resume_from_checkpoint is True:
+            found = last_complete_checkpoint(self.args.output_dir)
+            resume_from_checkpoint = None if found is None else str(found)
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """One group each for matrices, other parameters of the drafter, and the length head."""
+        if self.optimizer is None:
+            groups = list(self._parameter_groups(self.model if model is None else model))
+            if self.args.use_muon:
+                betas = (self.args.adam_beta1, self.args.adam_beta2)
+                self.optimizer = MuonWithAdamW(groups, self.args.weight_decay, betas, self.args.adam_epsilon)
+            else:
+                optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+                kwargs = {"weight_decay": self.args.weight_decay, **kwargs}
+                self.optimizer = optimizer_class([_without(group, "use_muon") for group in groups], **kwargs)
+        return self.optimizer
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """
+        Held-out trajectories of this process, each in exactly one process.
+
+        Not through accelerate, which repeats some to give all processes the same number of batches.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise InvalidInputError("`eval_dataset` is None; pass held-out trajectories to evaluate on.")
+        mine = Subset(dataset, range(self.args.process_index, len(dataset), self.args.world_size))
+        collator = DrafterDataCollator(
+            self.data_collator.draft_length, self.args.eval_anchors_per_trajectory, self.args.seed
+        )
+        return DataLoader(mine, batch_size=self.args.eval_batch_size, collate_fn=collator)
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Sums over all blocks and processes first, metrics from the sums."""
+        was_training = self.model.training
+        self.model.eval()
+        metrics = DraftMetrics(self.domains, self.data_collator.draft_length, self.args.device)
+        for batch in dataloader:
+            batch = self._prepare_inputs(batch)
+            with torch.no_grad(), self.compute_loss_context_manager():
+                outcome = self.draft_step.run(self.model, batch, full_vocabulary=True)
+            _count(metrics, outcome, batch["domain_ids"])
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        self.model.train(was_training)
+        metrics.reduce(lambda values: self.accelerator.reduce(values, reduction="sum"))
+        return EvalLoopOutput(
+            predictions=(),
+            label_ids=None,
+            metrics=metrics.compute(metric_key_prefix),
+            num_samples=len(dataloader.dataset),  # type: ignore[arg-type]
+        )
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Add what was measured on the training batches since the last entry."""
+        if "loss" in logs:
+            self._train_metrics.reduce(lambda values: self.accelerator.reduce(values, reduction="sum"))
+            measured = self._train_metrics.compute("train")
+            logs |= {name: measured[f"train_{name}"] for name in _LOGGED_METRICS if f"train_{name}" in measured}
+            self._train_metrics = DraftMetrics(self.domains, self.data_collator.draft_length, self.args.device)
+        super().log(logs, *args, **kwargs)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Not counted: the parent's estimate is for one token per row of one stream."""
+        return 0
+
+    def _loss_of(self, outcome: StepOutcome) -> torch.Tensor:
+        if self.args.train_only == "length_head":
+            assert outcome.head is not None
+            return outcome.head.loss
+        if self.args.train_only == "drafter" or outcome.head is None:
+            return outcome.draft.loss
+        return outcome.draft.loss + outcome.head.loss
+
+    def _restricted_vocabulary(
+        self, trajectories: TrajectoryDataset, indices: Sequence[int]
+    ) -> RestrictedVocabulary | None:
+        if self.args.vocabulary_size is None or self.args.train_only == "length_head":
+            return None
+        vocab_size = self.target_model.get_output_embeddings().weight.shape[0]
+        counts = count_tokens(trajectories, indices, vocab_size)
+        return build_restricted_vocabulary(counts, self.args.vocabulary_size)
+
+    def _parameter_groups(self, model: torch.nn.Module) -> Iterator[dict[str, Any]]:
+        trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        head = [parameter for name, parameter in trainable if _HEAD_PREFIX in name]
+        drafter = [parameter for name, parameter in trainable if _HEAD_PREFIX not in name]
+        vector_lr = self.args.vector_learning_rate
+        for parameters, lr, use_muon in (
+            ([p for p in drafter if p.ndim == 2], self.args.learning_rate, self.args.use_muon),
+            ([p for p in drafter if p.ndim != 2], self.args.learning_rate if vector_lr is None else vector_lr, False),
+            (head, self.args.length_head_learning_rate, False),
+        ):
+            if parameters:
+                yield {"params": parameters, "lr": lr, "use_muon": use_muon}
+
+
+class _EpochForCollator(TrainerCallback):
+    """Tells the collator the epoch before the parent opens the data loader for it."""
+
+    def __init__(self, collator: DrafterDataCollator) -> None:
+        self._collator = collator
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._collator.epoch = int(state.epoch or 0)
+
+
+def last_complete_checkpoint(directory: str | Path) -> Path | None:
+    """
+    The newest checkpoint that was written to its end; a run killed while saving leaves one that was not.
+
+    Args:
+        directory (`str` or `Path`):
+            `output_dir` of a run.
+    """
+    steps = {}
+    for path in Path(directory).glob("checkpoint-*"):
+        try:
+            steps[json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))["global_step"]] = path
+        except (OSError, ValueError, KeyError):
+            continue
+    return steps[max(steps)] if steps else None
+
+
+def _trajectories_of(dataset: Any) -> tuple[TrajectoryDataset, Sequence[int]]:
+    """The trajectories behind a dataset, and which of them it shows."""
+    if isinstance(dataset, TrajectoryDataset):
+        return dataset, range(len(dataset))
+    if isinstance(dataset, Subset) and isinstance(dataset.dataset, TrajectoryDataset):
+        return dataset.dataset, dataset.indices
+    raise InvalidInputError(
+        f"`train_dataset` is a {type(dataset).__name__}; pass a TrajectoryDataset or a torch Subset of one."
+    )
+
+
+def _check_fit(model: Any, target_model: PreTrainedModel) -> None:
+    """All that decoding asks for but equal dtypes: float32 weights are trained for a bfloat16 target."""
+    dtype = target_model.get_input_embeddings().weight.dtype
+    with torch.device("meta"):
+        skeleton = DFlashDrafterModel(model.config).to(dtype)
+    check_drafter_fits_target(skeleton, target_model)
+
+
+def _freeze(model: Any, train_only: str | None) -> None:
+    has_head = model.length_head is not None
+    if train_only == "length_head" and not has_head:
+        raise InvalidInputError(
+            "`train_only` is 'length_head', but the drafter has none; call `attach_length_head(drafter)` first."
+        )
+    if train_only is not None:
+        for name, parameter in model.named_parameters():
+            if (_HEAD_PREFIX in name) != (train_only == "length_head"):
+                parameter.requires_grad_(False)
+
+
+def _resolve_teacher(args: DrafterTrainingArguments, trajectories: TrajectoryDataset) -> str:
+    if args.teacher != "auto":
+        return args.teacher
+    if not args.draft_objective.needs_teacher:
+        return "none"
+    return "top_k" if trajectories.teacher_top_k else "full"
+
+
+def _count(metrics: DraftMetrics, outcome: StepOutcome, domain_ids: torch.Tensor) -> None:
+    metrics.add_blocks(outcome.acceptance, domain_ids, outcome.valid)
+    metrics.add_losses(outcome.draft[:4], outcome.weight)
+    if outcome.head is not None:
+        metrics.add_head(outcome.head.ratio.detach(), outcome.head.labels)
+
+
+def _without(group: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != key}

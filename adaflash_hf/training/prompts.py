@@ -1,0 +1,172 @@
+"""Prompt files of the usual public data sets, and their way into token ids.
+
+Scope: JSON (one array) and JSON lines, one conversation start per record. A record's reference answer, if it has one,
+is ignored: the response must be the target's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InvalidInputError
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+__all__ = ["Prompt", "encode_prompts", "read_prompt_file"]
+
+_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_ENCODING_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """
+    The start of a conversation that the target will continue.
+
+    Attributes:
+        messages: Pairs of role and content; the last one is the user's.
+        domain: Free label under which acceptance is reported, for example `"math"`.
+    """
+
+    messages: tuple[tuple[str, str], ...]
+    domain: str
+
+
+def read_prompt_file(path: str | Path, domain: str | None = None) -> list[Prompt]:
+    """
+    Read the prompts of one file.
+
+    The first of these fields that a record has is used: `messages`, `conversations` (ShareGPT), `turns` (the first),
+    `instruction` (with `input`, or the input of the first of `instances`), `question`, `prompt`, `text`.
+
+    Args:
+        path (`str` or `Path`):
+            A `.json` file with an array of records, or a file with one record per line.
+        domain (`str`, *optional*):
+            Domain of all prompts; by default each record's own field `domain`, or the name of the file.
+
+    Returns:
+        `list[Prompt]`: in the order of the file.
+    """
+    path = Path(path)
+    prompts = []
+    for place, record in _records(path):
+        messages = _messages(record, place)
+        own_domain = record.get("domain")
+        prompts.append(Prompt(messages, domain or (own_domain if isinstance(own_domain, str) else path.stem)))
+    if not prompts:
+        raise InvalidInputError(f"`prompts` is {str(path)!r}, which holds no record; give a file with prompts.")
+    return prompts
+
+
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """
+    Token ids of each prompt: through the chat template where the tokenizer has one, else the contents as they are.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`):
+            The target's tokenizer.
+        prompts (`Sequence[Prompt]`):
+            What to encode.
+    """
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    encoded: list[list[int]] = []
+    for begin in range(0, len(prompts), _ENCODING_BATCH):
+        batch = prompts[begin : begin + _ENCODING_BATCH]
+        if has_template:
+            chats = [[{"role": role, "content": content} for role, content in prompt.messages] for prompt in batch]
+            ids = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+        else:
+            ids = tokenizer(["\n\n".join(content for _, content in prompt.messages) for prompt in batch])["input_ids"]
+        encoded += [list(row) for row in ids]
+    return encoded
+
+
+def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Pairs of a place to name in errors and the record there."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if text.lstrip().startswith("["):
+            entries = [(f"record {i}", record) for i, record in enumerate(json.loads(text), start=1)]
+        else:
+            lines = enumerate(text.splitlines(), start=1)
+            entries = [(f"line {i}", json.loads(line)) for i, line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(
+            f"`prompts` is {str(path)!r} and cannot be read ({error}); give a JSON array or one JSON object per line."
+        ) from error
+    for place, record in entries:
+        if not isinstance(record, dict):
+            raise InvalidInputError(
+                f"`prompts`: {place} of {path} is a {type(record).__name__}; each record must be a JSON object."
+            )
+        yield f"{place} of {path}", record
+
+
+def _from_messages(value: Any, record: dict[str, Any]) -> list[tuple[str, str]]:
+    messages = [(str(entry["role"]), str(entry["content"])) for entry in value]
+    return _until_last_user(messages)
+
+
+def _from_conversations(value: Any, record: dict[str, Any]) -> list[tuple[str, str]]:
+    messages = [(_SHAREGPT_ROLES[entry["from"]], str(entry["value"])) for entry in value]
+    return _until_last_user(messages)
+
+
+def _until_last_user(messages: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """What stands before the last answer; it is the target that answers."""
+    while messages and messages[-1][0] != "user":
+        messages = messages[:-1]
+    return messages
+
+
+def _from_turns(value: Any, record: dict[str, Any]) -> list[tuple[str, str]]:
+    return [("user", str(value[0]))]
+
+
+def _from_instruction(value: Any, record: dict[str, Any]) -> list[tuple[str, str]]:
+    instances = record.get("instances")
+    extra = record.get("input") or (instances[0].get("input") if instances else None)
+    return [("user", f"{value}\n{extra}" if extra else str(value))]
+
+
+def _from_text(value: Any, record: dict[str, Any]) -> list[tuple[str, str]]:
+    # Some data sets keep a list of messages under `prompt`.
+    return _from_messages(value, record) if isinstance(value, list) else [("user", str(value))]
+
+
+_READERS: dict[str, Callable[[Any, dict[str, Any]], list[tuple[str, str]]]] = {
+    "messages": _from_messages,
+    "conversations": _from_conversations,
+    "turns": _from_turns,
+    "instruction": _from_instruction,
+    "question": _from_text,
+    "prompt": _from_text,
+    "text": _from_text,
+}
+
+
+def _messages(record: dict[str, Any], place: str) -> tuple[tuple[str, str], ...]:
+    field = next((name for name in _READERS if record.get(name)), None)
+    if field is None:
+        raise InvalidInputError(
+            f"`prompts`: {place} has the fields {sorted(record)}, none of which is known to hold a prompt; rename one "
+            f"to one of {', '.join(_READERS)}."
+        )
+    try:
+        messages = _READERS[field](record[field], record)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise InvalidInputError(
+            f"`prompts`: `{field}` in {place} has an unexpected form ({type(error).__name__}: {error}); messages are "
+            'objects with "role" and "content".'
+        ) from error
+    if not messages or not messages[-1][1].strip():
+        raise InvalidInputError(f"`prompts`: `{field}` in {place} holds no text of the user; remove the record.")
+    return tuple(messages)

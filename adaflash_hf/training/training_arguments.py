@@ -1,0 +1,120 @@
+"""Arguments of a drafter's training run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+
+from ..errors import InvalidInputError
+from .objectives import OBJECTIVES, DraftObjective
+
+
+__all__ = ["DrafterTrainingArguments"]
+
+TRAIN_ONLY = ("drafter", "length_head")
+TEACHERS = ("auto", "none", "top_k", "full")
+
+
+@dataclass
+class DrafterTrainingArguments(TrainingArguments):
+    r"""
+    Arguments of [`DrafterTrainer`], besides those of [`~transformers.TrainingArguments`].
+
+    Defaults unlike the parent's: `learning_rate` 3e-4, `adam_beta2` 0.95, `per_device_train_batch_size` and
+    `per_device_eval_batch_size` 1, `logging_steps` 10, `remove_unused_columns` false, `label_names` `["labels"]`.
+
+    Args:
+        train_only (`str`, *optional*):
+            `"drafter"` leaves the length head alone, `"length_head"` trains the head on a frozen drafter. By default
+            both are trained; the head's gradient never reaches the drafter.
+
+        > What is learned
+
+        objective (`str`, defaults to `"mixture"`):
+            `"mixture"`, `"cross_entropy"`, `"reverse_kl"` or `"forward_kl"`, see [`DraftObjective.named`].
+        hard_label_weight (`float`, defaults to 0.8):
+            Share of the hard label in the mixture.
+        divergence (`str`, defaults to `"reverse_kl"`):
+            The other part of the mixture: `"reverse_kl"` or `"forward_kl"`.
+        clip (`str`, defaults to `"entry"`):
+            What of the divergence is clipped: `"entry"`, `"sum"` or `"none"`.
+        clip_threshold (`float`, defaults to 0.01):
+            In nats.
+        position_decay (`float`, *optional*):
+            Slots after which a slot's weight has fallen to 1/e; by default all slots weigh alike.
+        teacher (`str`, defaults to `"auto"`):
+            Where the target's distribution comes from: `"top_k"` stored with the trajectories, `"full"` computed by
+            the target on the fly, `"none"`. Auto takes what the objective needs, stored if there is one.
+        vocabulary_size (`int`, *optional*):
+            Train on a softmax over this many of the tokens that occur; by default over all.
+
+        > How much of a trajectory is used
+
+        anchors_per_trajectory (`int`, defaults to 512):
+            Blocks trained per trajectory and epoch, at most as many as it has tokens.
+        eval_anchors_per_trajectory (`int`, defaults to 32):
+            The same for evaluation, where the anchors stay the same from one to the next.
+
+        > Optimization
+
+        use_muon (`bool`, defaults to `False`):
+            Muon for the drafter's matrices, AdamW for the rest.
+        vector_learning_rate (`float`, *optional*):
+            Learning rate of what is not a matrix; by default `learning_rate`.
+        length_head_learning_rate (`float`, defaults to 2e-4):
+            Learning rate of the length head.
+        logits_memory_bytes (`int`, defaults to 268435456):
+            What the logits of one chunk of rows and their temporaries may occupy.
+    """
+
+    learning_rate: float = field(default=3e-4, metadata={"help": "Learning rate of the drafter."})
+    adam_beta2: float = field(default=0.95, metadata={"help": "Beta2 of AdamW."})
+    per_device_train_batch_size: int = field(default=1, metadata={"help": "Trajectories per step and device."})
+    per_device_eval_batch_size: int = field(default=1, metadata={"help": "Held-out trajectories per step and device."})
+    logging_steps: float = field(default=10, metadata={"help": "Steps between two log entries."})
+    remove_unused_columns: bool | None = field(default=False, metadata={"help": "The collator needs all columns."})
+    label_names: list[str] | None = field(default_factory=lambda: ["labels"], metadata={"help": "Keys of labels."})
+
+    train_only: str | None = field(default=None, metadata={"help": "`drafter` or `length_head`; both by default."})
+    objective: str = field(default="mixture", metadata={"help": f"One of {', '.join(OBJECTIVES)}."})
+    hard_label_weight: float = field(default=0.8, metadata={"help": "Share of the hard label in the mixture."})
+    divergence: str = field(default="reverse_kl", metadata={"help": "The mixture's other part."})
+    clip: str = field(default="entry", metadata={"help": "What is clipped: `entry`, `sum` or `none`."})
+    clip_threshold: float = field(default=0.01, metadata={"help": "Clip above this many nats."})
+    position_decay: float | None = field(default=None, metadata={"help": "Slots to a weight of 1/e; none by default."})
+    teacher: str = field(default="auto", metadata={"help": "`top_k`, `full`, `none` or `auto`."})
+    vocabulary_size: int | None = field(default=None, metadata={"help": "Tokens in the training softmax."})
+    anchors_per_trajectory: int = field(default=512, metadata={"help": "Blocks per trajectory and epoch."})
+    eval_anchors_per_trajectory: int = field(default=32, metadata={"help": "Blocks per held-out trajectory."})
+    use_muon: bool = field(default=False, metadata={"help": "Muon for matrices, AdamW for the rest."})
+    vector_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of non-matrices."})
+    length_head_learning_rate: float = field(default=2e-4, metadata={"help": "Learning rate of the length head."})
+    logits_memory_bytes: int = field(default=256 * 2**20, metadata={"help": "Memory of one chunk of logits."})
+
+    def __post_init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__post_init__(*args, **kwargs)
+        for name, allowed in (("train_only", (None, *TRAIN_ONLY)), ("teacher", TEACHERS)):
+            if getattr(self, name) not in allowed:
+                choices = ", ".join(repr(value) for value in allowed if value is not None)
+                raise InvalidInputError(f"`{name}` is {getattr(self, name)!r}; choose one of {choices}.")
+        for name in ("anchors_per_trajectory", "eval_anchors_per_trajectory"):
+            if getattr(self, name) < 1:
+                raise InvalidInputError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
+        if self.teacher == "none" and self.draft_objective.needs_teacher and self.train_only != "length_head":
+            raise InvalidInputError(
+                f"`teacher` is 'none', but `objective` {self.objective!r} compares with the target's distribution; "
+                "choose 'top_k' or 'full', or the objective 'cross_entropy'."
+            )
+
+    @property
+    def draft_objective(self) -> DraftObjective:
+        """The loss these arguments describe."""
+        return DraftObjective.named(
+            self.objective,
+            hard_label_weight=self.hard_label_weight,
+            divergence=self.divergence,
+            clip=self.clip,
+            clip_threshold=self.clip_threshold,
+        )
