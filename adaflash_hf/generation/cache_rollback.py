@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.cache_utils import (
@@ -36,12 +37,15 @@ def has_linear_attention(cache: Cache) -> bool:
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
 
 
-def check_cache_can_roll_back(cache: object, batch_size: int) -> None:
+def check_cache_can_roll_back(cache: Any, batch_size: int) -> Cache:
     """Refuses, before the prefill, a cache from which rejected rows could not be removed.
 
     Args:
         cache (`object`): What `generate()` prepared or the user passed.
         batch_size (`int`): Sequences in the batch.
+
+    Returns:
+        `Cache`: The cache.
 
     Raises:
         UnsupportedGenerationError: If the cache is missing, of an unknown kind, or cannot be cropped.
@@ -75,6 +79,7 @@ def check_cache_can_roll_back(cache: object, batch_size: int) -> None:
             f"`cache` is offloaded and the batch holds {batch_size} sequences. Use the default cache, or one prompt "
             "at a time."
         )
+    return cache
 
 
 def record_past(cache: Cache) -> None:

@@ -16,19 +16,12 @@ from transformers.utils import ModelOutput
 
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from .acceptance import sample_tokens
+from .compatibility import unwrap_model
 from .length_policies import FixedLengthPolicy, LengthPolicy
 from .statistics import StatisticsRecorder
 
 
-__all__ = ["AdaFlashCandidateGenerator", "DraftContext", "Proposal", "unwrap_drafter"]
-
-
-def unwrap_drafter(drafter: nn.Module) -> DFlashDrafterModel:
-    """Returns the drafter inside a `PeftModel` or a `torch.compile` wrapper."""
-    module = getattr(drafter, "_orig_mod", drafter)
-    if hasattr(module, "get_base_model"):
-        module = module.get_base_model()
-    return module  # type: ignore[return-value]
+__all__ = ["AdaFlashCandidateGenerator", "DraftContext", "Proposal"]
 
 
 @dataclass
@@ -131,7 +124,7 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         recorder: StatisticsRecorder | None = None,
     ):
         self.drafter = drafter
-        self.base_drafter = unwrap_drafter(drafter)
+        self.base_drafter: DFlashDrafterModel = unwrap_model(drafter)
         self.config = self.base_drafter.config
         self.device = self.base_drafter.device
         self.length_policy = length_policy or FixedLengthPolicy()
@@ -239,9 +232,10 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
 
         masks = {"full_attention": join(context_mask, full_block)}
         if "sliding_attention" in layer_types:
-            in_window = context_mask & (query - key < config.sliding_window)
+            window = config.sliding_window or 0  # the configuration refuses sliding layers without one
+            in_window = context_mask & (query - key < window)
             own = everything if config.is_causal is False else causal
-            near = block[:, None] - block[None, :] < config.sliding_window
+            near = block[:, None] - block[None, :] < window
             masks["sliding_attention"] = join(in_window, own & near[None, None])
         return masks
 

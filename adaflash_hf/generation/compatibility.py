@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from ..errors import DrafterCompatibilityError
 
 
-__all__ = ["check_drafter_fits_target"]
+__all__ = ["check_drafter_fits_target", "unwrap_model"]
 
 DRAFTER_MODEL_TYPE = "dflash_drafter"
 
@@ -32,7 +32,7 @@ def check_drafter_fits_target(drafter: nn.Module, target: nn.Module) -> None:
         DrafterCompatibilityError: They do not fit in architecture, depth, layer ids, hidden size, vocabulary, mask
             token or dtype. The message names both values and what to do.
     """
-    base_drafter, base_target = _unwrap(drafter), _unwrap(target)
+    base_drafter, base_target = unwrap_model(drafter), unwrap_model(target)
     config = getattr(base_drafter, "config", None)
     if config is None or config.model_type != DRAFTER_MODEL_TYPE:
         raise DrafterCompatibilityError(
@@ -47,7 +47,7 @@ def check_drafter_fits_target(drafter: nn.Module, target: nn.Module) -> None:
     _check_dtype(base_drafter, base_target, embedding)
 
 
-def _unwrap(module: Any) -> Any:
+def unwrap_model(module: Any) -> Any:
     """The model inside any stack of `torch.compile`, DDP and PEFT wrappers."""
     while True:
         if hasattr(module, "_orig_mod"):

@@ -15,7 +15,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
 from .cache_rollback import check_cache_can_roll_back, has_linear_attention
-from .candidate_generator import AdaFlashCandidateGenerator, DraftContext, Proposal, unwrap_drafter
+from .candidate_generator import AdaFlashCandidateGenerator, DraftContext, Proposal
+from .compatibility import unwrap_model
 from .length_policies import LengthPolicy
 from .outputs import OutputCollector
 from .request_checks import check_request
@@ -85,9 +86,8 @@ class AdaFlashDecoding:
             `GenerateDecoderOnlyOutput` or `torch.Tensor`: As `generate()` returns.
         """
         batch_size = input_ids.shape[0]
-        cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
+        cache = check_cache_can_roll_back(model_kwargs.get("cache", model_kwargs.get("past_key_values")), batch_size)
         check_request(self.model, self.config, model_kwargs, input_ids, cache, self.synced_gpus)
-        check_cache_can_roll_back(cache, batch_size)
         self.chooser = TokenChooser(self.logits_processor, bool(self.config.do_sample), batch_size)
         self.outputs = OutputCollector(self.config, batch_size)
         pad = self.config._pad_token_tensor
@@ -104,7 +104,7 @@ class AdaFlashDecoding:
             self._decode(list(range(batch_size)), input_ids, model_kwargs, cache)
         if self.streamer is not None:
             self.streamer.end()
-        unwrap_drafter(self.drafter).last_generation_stats = self.recorder.finish()
+        unwrap_model(self.drafter).last_generation_stats = self.recorder.finish()
         sequences = self._sequences.build()
         return self.outputs.build(sequences, cache) if self.outputs.is_dict else sequences
 

@@ -23,13 +23,13 @@ __all__ = ["PrepackedLinear", "can_prepack", "prepack_linear_layers", "restore_l
 ROWS_HINT = 8
 
 
-def _packing_operators() -> tuple[Any, Any] | None:
+def _packing_operators() -> tuple[Any, ...] | None:
     """oneDNN's operators in this build of PyTorch: rearrange a weight, multiply by it."""
     if not torch.backends.mkldnn.is_available():
         return None
     operators = torch.ops.mkldnn
     names = ("_reorder_linear_weight", "_linear_pointwise")
-    return tuple(getattr(operators, name) for name in names) if all(hasattr(operators, n) for n in names) else None  # type: ignore[return-value]
+    return tuple(getattr(operators, name) for name in names) if all(hasattr(operators, n) for n in names) else None
 
 
 def can_prepack(module: nn.Module) -> bool:
@@ -96,6 +96,6 @@ def prepack_linear_layers(model: nn.Module) -> int:
 def restore_linear_layers(model: nn.Module) -> None:
     """Turns prepacked layers back into plain ones and frees the rearranged copies."""
     for module in model.modules():
-        if type(module) is PrepackedLinear:
+        if isinstance(module, PrepackedLinear):
             module.__dict__.pop("_packed_weight", None)
-            module.__class__ = nn.Linear
+            object.__setattr__(module, "__class__", nn.Linear)

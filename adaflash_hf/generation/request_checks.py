@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
 
@@ -20,7 +21,7 @@ def check_request(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
     input_ids: torch.Tensor,
-    cache: Any,
+    cache: Cache,
     synced_gpus: bool,
 ) -> None:
     """Checks the options of one `generate()` call.
@@ -54,7 +55,7 @@ def check_request(
             f"`output_attentions` is on for a batch of {input_ids.shape[0]}: rows that accept different numbers of "
             "tokens have attention weights of different lengths. Generate one prompt at a time."
         )
-    if synced_gpus and cache is not None and has_linear_attention(cache):
+    if synced_gpus and has_linear_attention(cache):
         raise UnsupportedGenerationError(
             f"{type(model).__name__} has recurrent layers, whose replay takes a different number of forward passes on "
             "each rank, but `synced_gpus` needs the same number. Generate without `assistant_model`."

@@ -11,8 +11,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..errors import InvalidInputError
-from .candidate_generator import unwrap_drafter
-from .compatibility import check_drafter_fits_target
+from .compatibility import check_drafter_fits_target, unwrap_model
 from .decoding import AdaFlashDecoding
 from .length_policies import LengthPolicy, build_length_policy
 
@@ -48,14 +47,14 @@ def install_routing() -> None:
         return generate_with_drafter(self, *args, original_generate=original, **kwargs)
 
     setattr(generate, _ORIGINAL, original)
-    GenerationMixin.generate = generate  # type: ignore[method-assign]
+    GenerationMixin.generate = generate
 
 
 def uninstall_routing() -> None:
     """Puts transformers' own `generate` back."""
     original = getattr(GenerationMixin.generate, _ORIGINAL, None)
     if original is not None:
-        GenerationMixin.generate = original  # type: ignore[method-assign]
+        GenerationMixin.generate = original
 
 
 def is_routing_active() -> bool:
@@ -129,7 +128,7 @@ def generate_with_drafter(
     kwargs.pop("speculation_type", None)
     kwargs.pop("assistant_tokenizer", None)  # drafter and target share one vocabulary
     check_drafter_fits_target(assistant_model, model)
-    policy = build_length_policy(length_policy, unwrap_drafter(assistant_model))
+    policy = build_length_policy(length_policy, unwrap_model(assistant_model))
     synced = _synced_gpus_default(model) if synced_gpus is None else synced_gpus
 
     def adaflash_decoding(

@@ -55,6 +55,6 @@ class StopRules:
         for count in range(1, limit + 1):
             if tokens[count - 1] in self.eos_token_ids:
                 return count, True
-            if self._custom and bool(self._custom(prefix_of(tokens[:count]), None).all()):  # type: ignore[arg-type]
+            if self._custom and bool(self._custom(prefix_of(tokens[:count]), None).all()):
                 return count, True
         return limit, self.remaining(length) <= limit

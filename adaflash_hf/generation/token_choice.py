@@ -194,9 +194,9 @@ class TokenChooser:
             `torch.Tensor` of shape `(vocab_size,)`: Processed scores.
         """
         if prefixes.shape[0] == 1 or self._is_row_independent:
-            return self.processor(prefixes[row : row + 1], logits[None].clone())[0]  # type: ignore[arg-type]
+            return self.processor(prefixes[row : row + 1], logits[None].clone())[0]
         # A processor may look its row up by batch index, so the row keeps its place among copies.
-        return self.processor(prefixes, logits[None].repeat(prefixes.shape[0], 1))[row]  # type: ignore[arg-type]
+        return self.processor(prefixes, logits[None].repeat(prefixes.shape[0], 1))[row]
 
     def _pick(self, scores: torch.Tensor, draft: int | None, draft_probs: torch.Tensor | None) -> tuple[int, bool]:
         if not self.do_sample:
