@@ -13,6 +13,7 @@ from .options import (
     Dtype,
     DtypeOption,
     LengthPolicyOption,
+    PrepackOption,
     TargetOption,
     VerboseOption,
     drafting_kwargs,
@@ -34,6 +35,7 @@ def demo(
     device: DeviceOption = None,
     length_policy: LengthPolicyOption = None,
     draft_proposal: DraftProposalOption = None,
+    prepack: PrepackOption = True,
     verbose: VerboseOption = False,
 ) -> None:
     """Decode six maths, code and chat prompts plainly and with AdaFlash, side by side, and compare."""
@@ -44,7 +46,7 @@ def demo(
     from .loading import load_models
 
     console = Console()
-    models = load_models(target, drafter, dtype.value, device, console)
+    models = load_models(target, drafter, dtype.value, device, prepack, console)
     run_demo(
         models.target_model,
         models.tokenizer,

@@ -20,6 +20,7 @@ from .options import (
     Dtype,
     DtypeOption,
     LengthPolicyOption,
+    PrepackOption,
     TargetOption,
     VerboseOption,
     drafting_kwargs,
@@ -69,6 +70,7 @@ def generate(
     device: DeviceOption = None,
     length_policy: LengthPolicyOption = None,
     draft_proposal: DraftProposalOption = None,
+    prepack: PrepackOption = True,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print the text as it is generated.")] = True,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also decode without a drafter, in turn, and print a table.")
@@ -91,7 +93,7 @@ def generate(
     from .loading import load_models
 
     messages = Console(stderr=True)
-    models = load_models(target, drafter, dtype.value, device, messages)
+    models = load_models(target, drafter, dtype.value, device, prepack, messages)
     encoded = [(text, encode_prompt(models.tokenizer, text, chat=chat, system=system)) for text in texts]
     request = _Request(
         models=models,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..embedded_target import EMBEDDED_TARGET_NAME, ProgressCallback, load_target, without_progress_bars
 from ..errors import InvalidInputError
+from ..generation.prepacking import prepack_linear_layers
 
 
 if TYPE_CHECKING:
@@ -81,7 +82,9 @@ def load_drafter(name_or_path: str, target_model: PreTrainedModel) -> DFlashDraf
     return drafter.to(target_model.device).eval()
 
 
-def load_models(target: str, drafter: str | None, dtype: str, device: str | None, console: Console) -> LoadedModels:
+def load_models(
+    target: str, drafter: str | None, dtype: str, device: str | None, prepack: bool, console: Console
+) -> LoadedModels:
     """
     Load target, tokenizer and drafter.
 
@@ -94,6 +97,8 @@ def load_models(target: str, drafter: str | None, dtype: str, device: str | None
             Value of `--dtype`.
         device (`str`, *optional*):
             Value of `--device`.
+        prepack (`bool`):
+            Value of `--prepack`.
         console (`rich.console.Console`):
             Where progress is shown; not standard output, which belongs to the response.
     """
@@ -103,8 +108,14 @@ def load_models(target: str, drafter: str | None, dtype: str, device: str | None
         target_model, tokenizer = load_target(target, dtype, device=device, on_progress=report)
     if Path(drafter_path).is_dir():
         with without_progress_bars():
-            return LoadedModels(target_model, tokenizer, load_drafter(drafter_path, target_model))
-    return LoadedModels(target_model, tokenizer, load_drafter(drafter_path, target_model))
+            drafter_model = load_drafter(drafter_path, target_model)
+    else:
+        drafter_model = load_drafter(drafter_path, target_model)
+    if prepack:
+        # Plain decoding runs on the same rearranged weights, so a comparison stays one of decoding alone.
+        for model in (target_model, drafter_model):
+            prepack_linear_layers(model)
+    return LoadedModels(target_model, tokenizer, drafter_model)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ __all__ = [
     "DtypeOption",
     "LengthPolicy",
     "LengthPolicyOption",
+    "PrepackOption",
     "TargetOption",
     "VerboseOption",
     "drafting_kwargs",
@@ -70,6 +71,13 @@ LengthPolicyOption = Annotated[
 DraftProposalOption = Annotated[
     DraftProposal | None,
     typer.Option("--draft-proposal", help="How draft tokens are chosen when sampling; default: argmax."),
+]
+PrepackOption = Annotated[
+    bool,
+    typer.Option(
+        "--prepack/--no-prepack",
+        help="On a CPU in float32: rearrange the weights of both models for blocks of rows (more memory, faster).",
+    ),
 ]
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Also show the verify lengths and where the time went.")

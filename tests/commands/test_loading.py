@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +13,19 @@ from adaflash_hf.commands import loading
 from adaflash_hf.commands.loading import find_drafter, load_drafter, load_models
 from adaflash_hf.embedded_target import EMBEDDED_TARGET_NAME
 from adaflash_hf.errors import InvalidInputError
+from adaflash_hf.generation.prepacking import PrepackedLinear
 
 
 @pytest.fixture
 def console() -> Console:
     return Console(file=io.StringIO(), width=200)
+
+
+def save_tiny_models(directory: Path) -> None:
+    target = tiny_target("llama")
+    target.save_pretrained(directory / "target")
+    byte_tokenizer().save_pretrained(directory / "target")
+    tiny_drafter(target).save_pretrained(directory / "drafter")
 
 
 def test_the_given_drafter_is_taken():
@@ -39,11 +48,8 @@ def test_the_default_drafter_is_in_the_source_checkout(tmp_path, monkeypatch):
 
 
 def test_models_load_in_one_dtype(tmp_path, console):
-    target = tiny_target("llama")
-    target.save_pretrained(tmp_path / "target")
-    byte_tokenizer().save_pretrained(tmp_path / "target")
-    tiny_drafter(target).save_pretrained(tmp_path / "drafter")
-    models = load_models(str(tmp_path / "target"), str(tmp_path / "drafter"), "bfloat16", "cpu", console)
+    save_tiny_models(tmp_path)
+    models = load_models(str(tmp_path / "target"), str(tmp_path / "drafter"), "bfloat16", "cpu", True, console)
     assert models.target_model.dtype == models.drafter.dtype == torch.bfloat16
     assert not models.target_model.training
     assert not models.drafter.training
@@ -60,4 +66,12 @@ def test_a_missing_drafter_is_told_in_one_line(tmp_path):
 def test_the_drafter_is_looked_for_before_the_target_loads(monkeypatch, console):
     monkeypatch.setattr(loading, "load_target", lambda *args, **kwargs: pytest.fail("the target was loaded"))
     with pytest.raises(InvalidInputError):
-        load_models("org/target", None, "auto", None, console)
+        load_models("org/target", None, "auto", None, True, console)
+
+
+@pytest.mark.parametrize("prepack", [True, False])
+def test_prepacks_both_models_when_asked(tmp_path, console, prepack):
+    save_tiny_models(tmp_path)
+    models = load_models(str(tmp_path / "target"), str(tmp_path / "drafter"), "float32", "cpu", prepack, console)
+    for model in (models.target_model, models.drafter):
+        assert any(isinstance(module, PrepackedLinear) for module in model.modules()) is prepack
