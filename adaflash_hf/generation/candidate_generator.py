@@ -14,9 +14,11 @@ from transformers.generation import CandidateGenerator
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ..errors import InvalidInputError
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from .acceptance import sample_tokens
 from .compatibility import unwrap_model
+from .context_features import concatenate_context_features, hidden_states_to_request
 from .length_policies import FixedLengthPolicy, LengthPolicy
 from .statistics import StatisticsRecorder
 
@@ -67,10 +69,16 @@ class DraftContext:
             self.is_dense = False
         self.used = torch.cat([self.used, used], dim=1)
 
-    def truncate(self, num_tokens: int) -> None:
-        """Forgets everything at positions `num_tokens` and later, after the target's cache was cropped."""
-        self.used = self.used & (self.positions < num_tokens)
-        self.is_dense = False
+    def truncate(self, num_tokens: torch.Tensor) -> None:
+        """Forgets what lies beyond the first tokens of each sequence, after the target's cache was cropped.
+
+        Args:
+            num_tokens (`torch.Tensor` of shape `(batch_size,)`): Tokens that stay.
+        """
+        used = self.used & (self.positions < num_tokens[:, None].to(self.positions.device))
+        if not torch.equal(used, self.used):
+            self.used = used
+            self.is_dense = False
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Keeps only the sequences `rows`, a tensor of batch indices."""
@@ -134,7 +142,7 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         self._output_embeddings = target.get_output_embeddings()
         self._first_draft_slot = 1 if self.config.block_layout == "anchor_then_masks" else 0
         self.longest_verify_length = self.config.block_size + (1 - self._first_draft_slot)
-        self.hidden_state_ids = [layer_id + 1 for layer_id in self.config.target_layer_ids]
+        self.hidden_state_ids = hidden_states_to_request(self.config.target_layer_ids)
         self.model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": self.hidden_state_ids}
         self.context = DraftContext.empty(0, self.device)
         self._mask_embeds = self._embed(torch.full((1, self.config.block_size - 1), self.config.mask_token_id))
@@ -162,12 +170,14 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
 
         Args:
             hidden_states (`tuple` of `torch.Tensor` of shape `(batch_size, >= n, target_hidden_size)`):
-                The target's `hidden_states`; entries that the drafter does not read may be None.
+                The target's `hidden_states`, as asked for by `hidden_state_ids`.
             positions (`torch.Tensor` of shape `(batch_size, n)`): Positions of the first n rows.
             used (`torch.Tensor` of shape `(batch_size, n)`, *optional*): Rows that hold committed tokens.
         """
-        rows = positions.shape[1]
-        features = torch.cat([hidden_states[i][:, :rows].to(self.device) for i in self.hidden_state_ids], dim=-1)
+        config = self.config
+        features = concatenate_context_features(
+            hidden_states, config.target_layer_ids, config.num_target_layers, positions.shape[1], self.device
+        )
         used = None if used is None else used.to(self.device)
         self.context.append(features, positions.to(self.device), used)
 
@@ -189,8 +199,12 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         with self.recorder.phase("draft"):
             hidden_states = self._run_block(anchor_ids, anchor_positions.to(self.device))
             lengths = self.length_policy.verify_lengths(self.base_drafter, hidden_states, longest)
-            num_drafts = max(lengths) - 1
-            return self._project(hidden_states, num_drafts, lengths, anchor_ids.device)
+            if min(lengths) < 1 or max(lengths) > longest:
+                raise InvalidInputError(
+                    f"{type(self.length_policy).__name__}.verify_lengths returned {lengths}; every length must be "
+                    f"from 1 to `longest` = {longest}. Clamp them in the policy."
+                )
+            return self._project(hidden_states, max(lengths) - 1, lengths, anchor_ids.device)
 
     def _run_block(self, anchor_ids: torch.Tensor, anchor_positions: torch.Tensor) -> torch.Tensor:
         context = self.context
