@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from transformers.cache_utils import (
     Cache,
+    CacheLayerMixin,
+    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     StaticLayer,
 )
+from transformers.configuration_utils import PreTrainedConfig
 
 from ..errors import UnsupportedGenerationError
 
@@ -21,15 +24,18 @@ __all__ = [
     "RecurrentSnapshot",
     "check_cache_can_roll_back",
     "has_linear_attention",
-    "record_past",
     "remove_slots",
     "restore_recurrent",
     "select_cache_rows",
     "shift_rows",
+    "start_recording",
+    "stop_recording",
     "take_recurrent_snapshot",
+    "working_cache",
+    "write_back",
 ]
 
-REALIGNABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer)
+REALIGNABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def has_linear_attention(cache: Cache) -> bool:
@@ -37,12 +43,13 @@ def has_linear_attention(cache: Cache) -> bool:
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
 
 
-def check_cache_can_roll_back(cache: Any, batch_size: int) -> Cache:
+def check_cache_can_roll_back(cache: Any, batch_size: int, use_cache: bool = True) -> Cache:
     """Refuses, before the prefill, a cache from which rejected rows could not be removed.
 
     Args:
         cache (`object`): What `generate()` prepared or the user passed.
         batch_size (`int`): Sequences in the batch.
+        use_cache (`bool`, defaults to `True`): Value of that option; only the message depends on it.
 
     Returns:
         `Cache`: The cache.
@@ -51,29 +58,24 @@ def check_cache_can_roll_back(cache: Any, batch_size: int) -> Cache:
         UnsupportedGenerationError: If the cache is missing, of an unknown kind, or cannot be cropped.
     """
     if cache is None:
+        reason = "`use_cache` is False" if not use_cache else "This target makes no `Cache` of its own"
         raise UnsupportedGenerationError(
-            "`use_cache` is False, but speculative decoding needs the target's cache. Leave `use_cache` on, or call "
-            "`generate()` without `assistant_model`."
+            f"{reason}, but speculative decoding needs the target's cache. Leave `use_cache` on and pass "
+            "`cache=DynamicCache(config=target.config)` if need be, or call `generate()` without `assistant_model`."
         )
     if not isinstance(cache, Cache):
         raise UnsupportedGenerationError(
             f"`cache` is a {type(cache).__name__}, expected a `transformers.Cache`. Pass a `DynamicCache`, or let "
             "`generate()` make one."
         )
+    if cache.layers and not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        raise UnsupportedGenerationError(
+            f"`cache` has only recurrent layers ({type(cache.layers[0]).__name__}), which do not count the tokens "
+            "they have seen. Generate without `assistant_model`."
+        )
     for layer in cache.layers:
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            continue
-        if not layer.is_croppable:
-            raise UnsupportedGenerationError(
-                f"`cache` has layers of type {type(layer).__name__}, which cannot forget rejected tokens. Use the "
-                "default dynamic cache (`cache_implementation=None`), or generate without `assistant_model`."
-            )
-        if batch_size > 1 and type(layer) not in REALIGNABLE_LAYERS:
-            raise UnsupportedGenerationError(
-                f"`cache` has layers of type {type(layer).__name__} and the batch holds {batch_size} sequences. Rows "
-                "that accept different numbers of tokens can only be realigned in dynamic or static caches: use the "
-                "default cache, or one prompt at a time."
-            )
+        if not isinstance(layer, LinearAttentionCacheLayerMixin):
+            _check_layer_can_roll_back(layer, batch_size)
     if batch_size > 1 and getattr(cache, "offloading", False):
         raise UnsupportedGenerationError(
             f"`cache` is offloaded and the batch holds {batch_size} sequences. Use the default cache, or one prompt "
@@ -82,11 +84,85 @@ def check_cache_can_roll_back(cache: Any, batch_size: int) -> Cache:
     return cache
 
 
-def record_past(cache: Cache) -> None:
-    """Makes sliding-window layers keep what a later crop needs. Linear layers are handled by snapshots instead."""
-    for layer in cache.layers:
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.activate_past_recording()
+def _check_layer_can_roll_back(layer: CacheLayerMixin, batch_size: int) -> None:
+    if not layer.is_croppable and not isinstance(layer, StaticLayer):
+        raise UnsupportedGenerationError(
+            f"`cache` has layers of type {type(layer).__name__}, which cannot forget rejected tokens. Use the "
+            "default dynamic cache (`cache_implementation=None`), or generate without `assistant_model`."
+        )
+    if batch_size > 1 and not isinstance(layer, StaticLayer) and type(layer) not in REALIGNABLE_LAYERS:
+        raise UnsupportedGenerationError(
+            f"`cache` has layers of type {type(layer).__name__} and the batch holds {batch_size} sequences. Rows "
+            "that accept different numbers of tokens can only be realigned in dynamic or static caches: use the "
+            "default cache, or one prompt at a time."
+        )
+
+
+def working_cache(cache: Cache, config: PreTrainedConfig, batch_size: int, is_returned: bool) -> Cache:
+    """The cache to decode with: `cache` itself, or a dynamic stand-in for a static one.
+
+    A static cache has no slots to spare in which rows could be moved against each other, and before transformers 5.24
+    it cannot be cropped at all.
+
+    Args:
+        cache (`Cache`): What `generate()` prepared or the user passed.
+        config (`PreTrainedConfig`): The target's configuration.
+        batch_size (`int`): Sequences in the batch.
+        is_returned (`bool`): Whether anyone will look at `cache` afterwards; then [`write_back`] it.
+
+    Raises:
+        UnsupportedGenerationError: If the stand-in could not be written back.
+    """
+    static = [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
+    if not static or (batch_size == 1 and all(layer.is_croppable for layer in static)):
+        return cache
+    sliding = [layer for layer in static if type(layer) is not StaticLayer]
+    if has_linear_attention(cache) or (sliding and is_returned):
+        raise UnsupportedGenerationError(
+            f"`cache` is static and has layers of type {type((sliding or static)[0]).__name__}, which cannot forget "
+            "rejected tokens. Use the default dynamic cache (`cache_implementation=None`)."
+        )
+    stand_in = DynamicCache(config=config.get_text_config(decoder=True))
+    length = int(cache.get_seq_length())
+    if length:
+        for layer_idx, layer in enumerate(cache.layers):
+            stand_in.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), layer_idx)
+    return stand_in
+
+
+def write_back(stand_in: Cache, cache: Cache) -> None:
+    """Fills a static cache from its dynamic stand-in, see [`working_cache`].
+
+    Args:
+        stand_in (`Cache`): What was decoded with.
+        cache (`Cache`): The static cache.
+    """
+    cache.reset()
+    for source, destination in zip(stand_in.layers, cache.layers, strict=True):
+        destination.update(source.keys, source.values)
+
+
+def start_recording(cache: Cache) -> list[DynamicSlidingWindowLayer]:
+    """Makes sliding-window layers keep what a later crop needs. Linear layers are handled by snapshots instead.
+
+    Args:
+        cache (`Cache`): The target's cache.
+
+    Returns:
+        `list[DynamicSlidingWindowLayer]`: The layers that did not record before, for [`stop_recording`].
+    """
+    layers = [
+        layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past
+    ]
+    for layer in layers:
+        layer.record_past = True
+    return layers
+
+
+def stop_recording(layers: list[DynamicSlidingWindowLayer]) -> None:
+    """Lets layers forget what is outside their window again, as they did before [`start_recording`]."""
+    for layer in layers:
+        layer.record_past = False
 
 
 def remove_slots(cache: Cache, count: int) -> None:
@@ -119,12 +195,10 @@ def shift_rows(cache: Cache, shifts: list[int]) -> None:
     for layer in cache.layers:
         if not layer.is_initialized:
             continue
-        end = layer.get_seq_length() if isinstance(layer, StaticLayer) else layer.keys.shape[-2]
         for states in (layer.keys, layer.values):
             for row, shift in enumerate(shifts):
                 if shift:
-                    region = states[row, :, :end]  # (num_heads, slots, head_dim)
-                    region.copy_(torch.roll(region, shift, dims=1))
+                    states[row].copy_(torch.roll(states[row], shift, dims=1))  # (num_heads, slots, head_dim)
 
 
 def select_cache_rows(cache: Cache, rows: torch.Tensor) -> None:

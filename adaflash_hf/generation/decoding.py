@@ -14,12 +14,13 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
-from .cache_rollback import check_cache_can_roll_back, has_linear_attention
+from .cache_rollback import check_cache_can_roll_back, has_linear_attention, working_cache, write_back
 from .candidate_generator import AdaFlashCandidateGenerator, DraftContext, Proposal
 from .compatibility import unwrap_model
 from .length_policies import LengthPolicy
 from .outputs import OutputCollector
 from .request_checks import check_request
+from .sequences import SequenceBatch, StepStreamer
 from .statistics import StatisticsRecorder
 from .stopping import StopRules
 from .target_runner import TargetRunner
@@ -49,6 +50,7 @@ class AdaFlashDecoding:
         draft_proposal (`str`): `"argmax"` or `"sample"`, how drafts are chosen when sampling.
         streamer (`BaseStreamer`, *optional*): Receives every token.
         synced_gpus (`bool`): Whether all ranks must run the same number of forward passes.
+        is_users_cache (`bool`): Whether the caller passed the cache, and so may go on using it.
     """
 
     def __init__(
@@ -62,17 +64,22 @@ class AdaFlashDecoding:
         draft_proposal: str = "argmax",
         streamer: BaseStreamer | None = None,
         synced_gpus: bool = False,
+        is_users_cache: bool = False,
     ):
         self.model = model
         self.drafter = drafter
         self.config = generation_config
         self.logits_processor = logits_processor
         self.length_policy = length_policy
-        self.streamer = streamer
         self.synced_gpus = synced_gpus
         self.stop_rules = StopRules(stopping_criteria)
         self.recorder = StatisticsRecorder(model.device)
+        self._streamer = streamer
         self._samples_drafts = draft_proposal == "sample" and bool(generation_config.do_sample)
+        self._is_users_cache = is_users_cache
+        # A cache that outlives the call must keep all rows; one that does not may lose finished rows.
+        self._keeps_rows = is_users_cache or bool(generation_config.return_dict_in_generate)
+        self._caught_up = False
 
     def run(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """Generates.
@@ -86,27 +93,45 @@ class AdaFlashDecoding:
             `GenerateDecoderOnlyOutput` or `torch.Tensor`: As `generate()` returns.
         """
         batch_size = input_ids.shape[0]
-        cache = check_cache_can_roll_back(model_kwargs.get("cache", model_kwargs.get("past_key_values")), batch_size)
-        check_request(self.model, self.config, model_kwargs, input_ids, cache, self.synced_gpus)
+        cache = check_cache_can_roll_back(
+            model_kwargs.get("cache", model_kwargs.get("past_key_values")), batch_size, bool(self.config.use_cache)
+        )
+        check_request(
+            self.model,
+            self.config,
+            model_kwargs,
+            input_ids,
+            cache,
+            self.logits_processor,
+            self.synced_gpus,
+            self._is_users_cache,
+        )
         self.chooser = TokenChooser(self.logits_processor, bool(self.config.do_sample), batch_size)
         self.outputs = OutputCollector(self.config, batch_size)
-        pad = self.config._pad_token_tensor
-        self._sequences = _Sequences(input_ids, 0 if pad is None else int(pad))
-        # A cache that outlives the call must keep all rows; one that does not may lose finished rows.
-        self._keeps_rows = (
-            self.outputs.is_dict or getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0
-        )
+        pad = 0 if self.config._pad_token_tensor is None else int(self.config._pad_token_tensor)
+        self._sequences = SequenceBatch(input_ids, pad)
+        self._steps = None if self._streamer is None else StepStreamer(self._streamer, batch_size, pad)
+        returned_cache: Cache | None = cache
         if batch_size > 1 and has_linear_attention(cache):
-            for row in range(batch_size):
-                row_kwargs, row_ids = _single_row(self.model, model_kwargs, input_ids, row)
-                self._decode([row], row_ids, row_kwargs, DynamicCache(config=self.model.config))
+            self._decode_one_by_one(input_ids, model_kwargs)
+            returned_cache = None
         else:
-            self._decode(list(range(batch_size)), input_ids, model_kwargs, cache)
-        if self.streamer is not None:
-            self.streamer.end()
+            working = working_cache(cache, self.model.config, batch_size, self._keeps_rows)
+            self._decode(list(range(batch_size)), input_ids, model_kwargs, working, key=cache)
+            if working is not cache and self._keeps_rows:
+                write_back(working, cache)
+        if self._steps is not None:
+            self._steps.end()
         unwrap_model(self.drafter).last_generation_stats = self.recorder.finish()
         sequences = self._sequences.build()
-        return self.outputs.build(sequences, cache) if self.outputs.is_dict else sequences
+        return self.outputs.build(sequences, returned_cache) if self.outputs.is_dict else sequences
+
+    def _decode_one_by_one(self, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+        """Recurrent states cannot be realigned, so each row gets a cache of its own, which nobody can be given."""
+        for row in range(input_ids.shape[0]):
+            row_kwargs, row_ids = _single_row(model_kwargs, input_ids, row)
+            cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+            self._decode([row], row_ids, row_kwargs, cache, key=cache)
 
     def _generator(self, batch_size: int, cache: Cache) -> AdaFlashCandidateGenerator:
         warper = None
@@ -119,29 +144,34 @@ class AdaFlashDecoding:
         generator = AdaFlashCandidateGenerator(
             self.drafter, self.model, self.length_policy, draft_warper=warper, recorder=self.recorder
         )
-        generator.start(batch_size, _recall_context(cache, generator))
+        generator.start(batch_size, _recall_context(cache, generator, batch_size))
         return generator
 
-    def _decode(self, rows: list[int], input_ids: torch.Tensor, model_kwargs: dict[str, Any], cache: Cache) -> None:
-        """Decodes the sequences `rows`, which share `cache`, to their end."""
-        generator = self._generator(len(rows), cache)
+    def _decode(
+        self, rows: list[int], input_ids: torch.Tensor, model_kwargs: dict[str, Any], cache: Cache, key: Cache
+    ) -> None:
+        """Decodes the sequences `rows`, which share `cache`, to their end. `key` is the cache the caller knows."""
+        generator = self._generator(len(rows), key)
         hidden_state_ids = True if self.outputs.wants_hidden_states else generator.hidden_state_ids
         runner = TargetRunner(
             self.model, model_kwargs, cache, hidden_state_ids, self.outputs.wants_attentions, self.recorder
         )
         batch = _RaggedBatch(rows, self._prefill(runner, generator, rows, input_ids, model_kwargs))
         finished = self._start(batch)
-        while self.model._has_unfinished_sequences(all(finished), self.synced_gpus, device=input_ids.device):
-            if all(finished):
-                self.model(input_ids=self._sequences.last_ids([rows[0]])[:, None], use_cache=False)
-                continue
-            finished = self._round(runner, generator, batch, finished)
+        while self.model._has_unfinished_sequences(
+            all(finished) and not self._lags(rows), self.synced_gpus, device=input_ids.device
+        ):
+            if not all(finished):
+                finished = self._round(runner, generator, batch, finished)
+            elif self._lags(rows):
+                self._catch_up(runner, generator, batch)
+            else:
+                self.model(input_ids=self._sequences.last_ids(rows[:1])[:, None], use_cache=False)
             if any(finished) and not all(finished) and not self._keeps_rows:
                 finished = self._drop_finished(runner, generator, batch, finished)
-        if self._keeps_rows and len(rows) > 1:
-            runner.left_align()
+        runner.close()
         if self._keeps_rows:
-            _CONTEXTS[cache] = (weakref.ref(generator.base_drafter), generator.context)
+            _CONTEXTS[key] = (weakref.ref(generator.base_drafter), generator.context)
 
     def _prefill(
         self,
@@ -154,21 +184,22 @@ class AdaFlashDecoding:
         """Runs the prompt; returns the last chunk's outputs and the position of the first new token per sequence."""
         total = _prompt_slots(input_ids, model_kwargs, self.config)
         mask = model_kwargs.get("attention_mask")
+        done = runner.num_slots
         if mask is None:
             positions = torch.arange(total, device=input_ids.device).expand(len(rows), -1)
+            seen = positions.new_full((len(rows),), done)
         else:
             positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
-        done = runner.num_slots
-        with self.recorder.phase("prefill"):
-            chunks = runner.prefill(input_ids, total, self.config.prefill_chunk_size)
-        for outputs in chunks:
-            end = done + outputs.hidden_states[generator.hidden_state_ids[0]].shape[1]
+            seen = mask[:, :done].long().sum(dim=-1)
+        generator.context.truncate(seen)
+        for outputs in runner.prefill(input_ids, total, self.config.prefill_chunk_size):
+            end = runner.num_slots
             used = None if mask is None else mask[:, done:end].bool()
             generator.extend_context(outputs.hidden_states, positions[:, done:end], used)
-            for index, row in enumerate(rows):
-                self.outputs.add_states(row, index, outputs, end - done, slots=None)
             done = end
-        return chunks[-1], positions[:, -1] + 1
+        for index, row in enumerate(rows):
+            self.outputs.add_prefill_states(row, index, outputs)
+        return outputs, positions[:, -1] + 1
 
     def _start(self, batch: _RaggedBatch) -> list[bool]:
         """Commits the token that the prefill itself predicts."""
@@ -177,30 +208,45 @@ class AdaFlashDecoding:
         verdict = self.chooser.choose(logits, no_drafts, self._sequences.prefixes, batch.rows)
         finished = []
         for index, row in enumerate(batch.rows):
-            count, stop = self._commit(row, verdict.tokens[index])
+            count, stop = self._commit(row, verdict.tokens[index], verdict.scores[index])
             self.outputs.add_scores(row, verdict.scores[index], logits[index], count)
             finished.append(stop)
         batch.first_outputs = None
         return finished
 
-    def _commit(self, row: int, tokens: list[int]) -> tuple[int, bool]:
+    def _commit(self, row: int, tokens: list[int], scores: Any) -> tuple[int, bool]:
         """Appends to a sequence what its stop rules let through."""
-        length = self._sequences.lengths[row]
-        count, stop = self.stop_rules.cut(tokens, length, lambda extra: self._sequences.prefix(row, extra))
+        count, stop = self.stop_rules.cut(
+            tokens,
+            self._sequences.length(row),
+            row,
+            self._sequences.prefixes,
+            lambda count: self.outputs.scores_so_far(row, scores[:count]),
+        )
         self._sequences.append(row, tokens[:count])
-        if self.streamer is not None:
-            for token in tokens[:count]:
-                self.streamer.put(torch.tensor([token]))
+        if self._steps is not None:
+            self._steps.add(row, tokens[:count], stop)
         return count, stop
 
-    def _longest_verify(self, batch: _RaggedBatch, finished: list[bool], cache: Cache) -> int:
-        """Rows that may still be verified: never past the length limit, nor past the end of a static cache."""
-        remaining = [
-            self.stop_rules.remaining(self._sequences.lengths[row])
+    def _longest_verify(self, batch: _RaggedBatch, finished: list[bool]) -> int:
+        """Rows that may still be verified: never past the length limit."""
+        return max(
+            self.stop_rules.remaining(self._sequences.length(row))
             for row, done in zip(batch.rows, finished, strict=True)
             if not done
-        ]
-        return max(remaining) if isinstance(cache, DynamicCache) else min(remaining)
+        )
+
+    def _lags(self, rows: list[int]) -> bool:
+        """Whether a cache that is kept lacks tokens of rows that ended before others."""
+        return self._keeps_rows and len({self._sequences.length(row) for row in rows}) > 1 and not self._caught_up
+
+    def _catch_up(self, runner: TargetRunner, generator: AdaFlashCandidateGenerator, batch: _RaggedBatch) -> None:
+        """Caches the last token and the padding of rows that ended early, as plain decoding does along the way."""
+        block_ids, counts = self._sequences.missing_from_cache(batch.rows)
+        outputs = runner.catch_up(block_ids)
+        self._learn(generator, batch, outputs, [min(count, 1) for count in counts])
+        runner.commit(counts)
+        self._caught_up = True
 
     def _round(
         self,
@@ -211,15 +257,11 @@ class AdaFlashDecoding:
     ) -> list[bool]:
         """One draft and one verification of all sequences of the batch."""
         anchors = self._sequences.last_ids(batch.rows)
-        proposal = generator.propose(
-            anchors, batch.anchor_positions, self._longest_verify(batch, finished, runner.cache)
-        )
+        proposal = generator.propose(anchors, batch.anchor_positions, self._longest_verify(batch, finished))
         block_ids = torch.cat([anchors[:, None], proposal.candidate_ids], dim=1)
-        slots = runner.num_slots
-        with self.recorder.phase("verify"):
-            outputs = runner.verify(block_ids)
+        outputs = runner.verify(block_ids)
         logits = outputs.logits.to(block_ids.device)
-        verdict = self.chooser.choose(logits, proposal, self._sequences.prefixes, batch.rows)
+        verdict = self.chooser.choose(logits, proposal, self._sequences.prefixes, batch.rows, finished)
         kept, now_finished = [], []
         for index, row in enumerate(batch.rows):
             if finished[index]:
@@ -228,7 +270,7 @@ class AdaFlashDecoding:
                 continue
             count, stop = self._commit_round(generator, row, index, verdict, block_ids.shape[1])
             self.outputs.add_scores(row, verdict.scores[index], logits[index], count)
-            self.outputs.add_states(row, index, outputs, count, slots)
+            self.outputs.add_states(row, index, outputs, count, runner.attention_windows)
             kept.append(count)
             now_finished.append(stop)
         self._learn(generator, batch, outputs, kept)
@@ -238,7 +280,7 @@ class AdaFlashDecoding:
     def _commit_round(
         self, generator: AdaFlashCandidateGenerator, row: int, index: int, verdict: BlockVerdict, verify_length: int
     ) -> tuple[int, bool]:
-        count, stop = self._commit(row, verdict.tokens[index])
+        count, stop = self._commit(row, verdict.tokens[index], verdict.scores[index])
         accepted = min(verdict.accepted[index], count)
         self.recorder.count_round(verify_length, accepted, count)
         generator.length_policy.observe(verify_length, accepted)
@@ -276,52 +318,6 @@ class AdaFlashDecoding:
         return [False] * len(alive)
 
 
-class _Sequences:
-    """Prompt and generated ids of all rows in one growing buffer."""
-
-    def __init__(self, input_ids: torch.Tensor, pad_token_id: int):
-        self._pad_token_id = pad_token_id
-        self._ids = input_ids.clone()
-        self.lengths = [input_ids.shape[1]] * input_ids.shape[0]
-
-    def _reserve(self, length: int) -> None:
-        if length > self._ids.shape[1]:
-            capacity = max(length, self._ids.shape[1] + 256)
-            grown = self._ids.new_full((self._ids.shape[0], capacity), self._pad_token_id)
-            grown[:, : self._ids.shape[1]] = self._ids
-            self._ids = grown
-
-    def append(self, row: int, tokens: list[int]) -> None:
-        length = self.lengths[row]
-        self._reserve(length + len(tokens))
-        self._ids[row, length : length + len(tokens)] = torch.tensor(tokens, device=self._ids.device)
-        self.lengths[row] = length + len(tokens)
-
-    def last_ids(self, rows: list[int]) -> torch.Tensor:
-        """Last token of each row, shape `(len(rows),)`."""
-        return torch.stack([self._ids[row, self.lengths[row] - 1] for row in rows])
-
-    def prefix(self, row: int, extra: list[int]) -> torch.Tensor:
-        """Ids of one row with `extra` appended, shape `(1, length)`."""
-        return self.prefixes(row, extra)[row : row + 1]
-
-    def prefixes(self, row: int, extra: list[int]) -> torch.Tensor:
-        """All rows cut or padded to the length of `row` with `extra` appended, shape `(batch_size, length)`."""
-        length = self.lengths[row] + len(extra)
-        self._reserve(length)
-        if extra:
-            self._ids[row, self.lengths[row] : length] = torch.tensor(extra, device=self._ids.device)
-        return self._ids[:, :length]
-
-    def build(self) -> torch.Tensor:
-        """Final ids, short rows padded on the right."""
-        longest = max(self.lengths)
-        self._reserve(longest)
-        columns = torch.arange(longest, device=self._ids.device)
-        beyond = columns[None, :] >= torch.tensor(self.lengths, device=self._ids.device)[:, None]
-        return self._ids[:, :longest].masked_fill(beyond, self._pad_token_id)
-
-
 class _RaggedBatch:
     """The sequences still in the batch: their original rows and where their anchors stand."""
 
@@ -345,7 +341,7 @@ def _prompt_slots(input_ids: torch.Tensor, model_kwargs: dict[str, Any], config:
 
 
 def _single_row(
-    model: PreTrainedModel, model_kwargs: dict[str, Any], input_ids: torch.Tensor, row: int
+    model_kwargs: dict[str, Any], input_ids: torch.Tensor, row: int
 ) -> tuple[dict[str, Any], torch.Tensor]:
     """One sequence of a batch without its padding, for targets whose state cannot be realigned."""
     batch_size = input_ids.shape[0]
@@ -355,22 +351,22 @@ def _single_row(
         kwargs[name] = value[row : row + 1] if is_batched else value
     mask = kwargs.pop("attention_mask", None)
     ids = input_ids[row : row + 1]
+    embeds = kwargs.get("inputs_embeds")
     if mask is not None:
         visible = mask[0].bool()
-        ids = ids[:, visible[-ids.shape[1] :]]
-        if kwargs.get("inputs_embeds") is not None:
-            kwargs["inputs_embeds"] = kwargs["inputs_embeds"][:, visible]
+        if embeds is not None:
+            kwargs["inputs_embeds"] = embeds = embeds[:, visible]
+        if ids.shape[1] == visible.shape[0]:
+            ids = ids[:, visible]
     if kwargs.get("position_ids") is not None:
-        length = kwargs["inputs_embeds"].shape[1] if kwargs.get("inputs_embeds") is not None else ids.shape[1]
+        length = ids.shape[1] if embeds is None else embeds.shape[1]
         kwargs["position_ids"] = torch.arange(length, device=ids.device)[None]
     return kwargs, ids
 
 
-def _recall_context(cache: Cache, generator: AdaFlashCandidateGenerator) -> DraftContext | None:
-    """The drafter's context of an earlier turn on the same cache, if it is still the same drafter."""
+def _recall_context(cache: Cache, generator: AdaFlashCandidateGenerator, batch_size: int) -> DraftContext | None:
+    """The drafter's context of an earlier turn on the same cache, if drafter and rows are still the same."""
     drafter_ref, context = _CONTEXTS.pop(cache, (None, None))
     if context is None or drafter_ref is None or drafter_ref() is not generator.base_drafter:
         return None
-    if context.positions.numel() and int(context.positions.max()) >= cache.get_seq_length():
-        context.truncate(cache.get_seq_length())
-    return context
+    return context if context.positions.shape[0] == batch_size else None

@@ -14,6 +14,30 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 __all__ = ["OutputCollector"]
 
 
+def _visible_columns(weights: torch.Tensor, later_rows: int, window: int | None) -> torch.Tensor:
+    """Cuts a row's attention weights to the keys that plain decoding would have at its step.
+
+    Args:
+        weights (`torch.Tensor` of shape `(1, num_heads, 1, num_keys)`): Keys end with the last row of the block.
+        later_rows (`int`): Rows of the block after this one.
+        window (`int`, *optional*): Most keys that a row sees.
+    """
+    end = weights.shape[-1] - later_rows
+    return weights[..., 0 if window is None else max(end - window, 0) : end]
+
+
+def _stack_rows(rows: list[torch.Tensor | None]) -> torch.Tensor:
+    """Joins `(1, n, …)` tensors along the batch; shorter and missing ones are filled with zeros on the left."""
+    longest = max((states for states in rows if states is not None), key=lambda states: states.shape[1])
+    filled = []
+    for states in rows:
+        padded = torch.zeros_like(longest)
+        if states is not None:
+            padded[:, longest.shape[1] - states.shape[1] :] = states
+        filled.append(padded)
+    return torch.cat(filled)
+
+
 class OutputCollector:
     """Per-row lists of scores, logits, hidden states and attentions, stacked into per-step tuples at the end.
 
@@ -53,31 +77,59 @@ class OutputCollector:
             if self.wants_logits:
                 self._logits[row].append(logits[index].float().clone())
 
-    def add_states(self, row: int, index: int, outputs: Any, count: int, slots: int | None) -> None:
-        """Keeps the hidden states and attentions of one forward pass.
+    def scores_so_far(self, row: int, new: Sequence[torch.Tensor] | torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        """What stopping criteria receive as `scores`: one tensor per step, None unless scores were asked for.
+
+        Args:
+            row (`int`): Original batch index.
+            new (`Sequence[torch.Tensor]`): Scores of this round's tokens, each `(vocab_size,)`.
+
+        Returns:
+            `tuple` of `torch.Tensor` of shape `(batch_size, vocab_size)`: Every row holds the scores of this one.
+        """
+        if not self.wants_scores:
+            return None
+        steps = [*self._scores[row], *(scores.float() for scores in new)]
+        return tuple(scores.expand(len(self._scores), -1) for scores in steps)
+
+    def add_prefill_states(self, row: int, index: int, outputs: Any) -> None:
+        """Keeps the hidden states and attentions of the prompt's forward pass, the last one if it came in chunks.
 
         Args:
             row (`int`): Original batch index.
             index (`int`): Index of the sequence in the forward's batch.
             outputs (`ModelOutput`): The forward's outputs.
-            count (`int`): Rows to keep, each as a step of its own.
-            slots (`int`, *optional*): Cache slots before the block; None for the prefill, which is one step.
         """
         if self.wants_hidden_states:
-            for begin, end in self._steps(count, slots):
-                states = tuple(layer[index : index + 1, begin:end].clone() for layer in outputs.hidden_states)
-                self._hidden_states[row].append(states)
+            self._hidden_states[row].append(tuple(layer[index : index + 1].clone() for layer in outputs.hidden_states))
         if self.wants_attentions:
-            for begin, end in self._steps(count, slots):
-                visible = None if slots is None else slots + end
-                weights = tuple(
-                    layer[index : index + 1, :, begin:end, :visible].clone() for layer in outputs.attentions
-                )
-                self._attentions[row].append(weights)
+            self._attentions[row].append(tuple(layer[index : index + 1].clone() for layer in outputs.attentions))
 
-    @staticmethod
-    def _steps(count: int, slots: int | None) -> list[tuple[int, int]]:
-        return [(0, count)] if slots is None else [(step, step + 1) for step in range(count)]
+    def add_states(
+        self, row: int, index: int, outputs: Any, count: int, windows: list[int | None] | None = None
+    ) -> None:
+        """Keeps the hidden states and attentions of a block's rows, each as a step of its own.
+
+        Args:
+            row (`int`): Original batch index.
+            index (`int`): Index of the sequence in the forward's batch.
+            outputs (`ModelOutput`): The forward's outputs.
+            count (`int`): Rows to keep.
+            windows (`list`, *optional*): See [`TargetRunner.attention_windows`].
+        """
+        for step in range(count):
+            if self.wants_hidden_states:
+                states = tuple(layer[index : index + 1, step : step + 1].clone() for layer in outputs.hidden_states)
+                self._hidden_states[row].append(states)
+            if self.wants_attentions:
+                weights = [layer[index : index + 1, :, step : step + 1] for layer in outputs.attentions]
+                if windows is not None:
+                    later_rows = outputs.attentions[0].shape[2] - 1 - step
+                    weights = [
+                        _visible_columns(layer, later_rows, window)
+                        for layer, window in zip(weights, windows, strict=True)
+                    ]
+                self._attentions[row].append(tuple(layer.clone() for layer in weights))
 
     @staticmethod
     def _stack(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
@@ -89,13 +141,13 @@ class OutputCollector:
 
     @staticmethod
     def _stack_layers(rows: list[list[tuple[torch.Tensor, ...]]]) -> tuple[tuple[torch.Tensor, ...], ...]:
-        longest_row = max(rows, key=len)
+        num_steps, num_layers = max(len(row) for row in rows), len(rows[0][0])
         return tuple(
             tuple(
-                torch.cat([row[step][layer] if step < len(row) else torch.zeros_like(states) for row in rows])
-                for layer, states in enumerate(longest_row[step])
+                _stack_rows([row[step][layer] if step < len(row) else None for row in rows])
+                for layer in range(num_layers)
             )
-            for step in range(len(longest_row))
+            for step in range(num_steps)
         )
 
     def build(self, sequences: torch.Tensor, cache: Any) -> GenerateDecoderOnlyOutput:

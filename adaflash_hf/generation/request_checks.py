@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationConfig
+from transformers.generation.logits_process import LogitsProcessorList, UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.modeling_utils import PreTrainedModel
 
 from ..errors import InvalidInputError, UnsupportedGenerationError
@@ -22,7 +23,9 @@ def check_request(
     model_kwargs: dict[str, Any],
     input_ids: torch.Tensor,
     cache: Cache,
+    logits_processor: LogitsProcessorList,
     synced_gpus: bool,
+    is_users_cache: bool = False,
 ) -> None:
     """Checks the options of one `generate()` call.
 
@@ -32,7 +35,9 @@ def check_request(
         model_kwargs (`dict`): Inputs of the target's forward.
         input_ids (`torch.Tensor` of shape `(batch_size, prompt_length)`): The prompts.
         cache (`Cache`): The target's cache.
+        logits_processor (`LogitsProcessorList`): As prepared by `generate()`.
         synced_gpus (`bool`): Whether ranks run in lockstep.
+        is_users_cache (`bool`, defaults to `False`): Whether the caller passed the cache.
 
     Raises:
         UnsupportedGenerationError: If an option cannot be honoured.
@@ -55,7 +60,24 @@ def check_request(
             f"`output_attentions` is on for a batch of {input_ids.shape[0]}: rows that accept different numbers of "
             "tokens have attention weights of different lengths. Generate one prompt at a time."
         )
-    if synced_gpus and has_linear_attention(cache):
+    if input_ids.shape[0] > 1 and is_users_cache and has_linear_attention(cache):
+        raise UnsupportedGenerationError(
+            f"`cache` was passed for a batch of {input_ids.shape[0]}, but {type(model).__name__} has recurrent "
+            "layers, so each row is decoded with a cache of its own. Leave `cache` out, or generate one prompt at a "
+            "time."
+        )
+    if synced_gpus:
+        _check_lockstep(model, cache, logits_processor)
+
+
+def _check_lockstep(model: PreTrainedModel, cache: Cache, logits_processor: LogitsProcessorList) -> None:
+    """Ranks that wait for each other must run the same number of forward passes per round."""
+    if any(isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor) for processor in logits_processor):
+        raise UnsupportedGenerationError(
+            "`guidance_scale` runs the target once per accepted token, a number that differs between ranks, but "
+            "`synced_gpus` needs the same number. Generate without `assistant_model`."
+        )
+    if has_linear_attention(cache):
         raise UnsupportedGenerationError(
             f"{type(model).__name__} has recurrent layers, whose replay takes a different number of forward passes on "
             "each rank, but `synced_gpus` needs the same number. Generate without `assistant_model`."

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
 import torch
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationMixin, StoppingCriteriaList, StopStringCriteria
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, UnsupportedGenerationError
 from .compatibility import check_drafter_fits_target, unwrap_model
 from .decoding import AdaFlashDecoding
 from .length_policies import LengthPolicy, build_length_policy
@@ -27,10 +28,13 @@ def _is_our_drafter(model: Any) -> bool:
     return getattr(getattr(model, "config", None), "model_type", None) == "dflash_drafter"
 
 
-def _speculation_type(kwargs: dict[str, Any]) -> str | None:
-    if kwargs.get("speculation_type") is not None:
-        return kwargs["speculation_type"]
-    return getattr(kwargs.get("generation_config"), "speculation_type", None)
+def _option(name: str, model: Any, generation_config: Any, kwargs: dict[str, Any]) -> Any:
+    """Value of a generation option, from wherever `generate()` would take it."""
+    if name in kwargs:
+        return kwargs[name]
+    configs = (generation_config, getattr(model, "generation_config", None))
+    values = (getattr(config, name, None) for config in configs)
+    return next((value for value in values if value is not None), None)
 
 
 def install_routing() -> None:
@@ -42,7 +46,11 @@ def install_routing() -> None:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         assistant = kwargs.get("assistant_model", args[6] if len(args) > 6 else None)
-        if not _is_our_drafter(assistant) or _speculation_type(kwargs) == "dflash":
+        if not _is_our_drafter(assistant):
+            return original(self, *args, **kwargs)
+        config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+        if _option("speculation_type", self, config, kwargs) == "dflash":
+            _check_stock_loop_understands(assistant)
             return original(self, *args, **kwargs)
         return generate_with_drafter(self, *args, original_generate=original, **kwargs)
 
@@ -60,6 +68,38 @@ def uninstall_routing() -> None:
 def is_routing_active() -> bool:
     """Whether `generate(assistant_model=drafter)` reaches AdaFlash decoding."""
     return hasattr(GenerationMixin.generate, _ORIGINAL)
+
+
+def _check_stock_loop_understands(drafter: Any) -> None:
+    if drafter.config.block_layout != "anchor_then_masks":
+        raise InvalidInputError(
+            "`speculation_type` is 'dflash', transformers' own loop, which takes row 1 of a block as its first draft, "
+            f"but the drafter's `block_layout` is {drafter.config.block_layout!r}. Leave `speculation_type` out."
+        )
+
+
+def _take_stop_strings(
+    model: Any, generation_config: Any, stopping_criteria: Any, kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Turns `stop_strings` into a criterion here: `generate()` drops `tokenizer` when it runs a custom loop.
+
+    Without a tokenizer nothing is changed, and `generate()` says itself that it needs one.
+
+    Returns:
+        `tuple`: `generation_config` and `stopping_criteria` to pass on; `kwargs` is changed in place.
+    """
+    tokenizer = kwargs.pop("tokenizer", None)
+    stop_strings = _option("stop_strings", model, generation_config, kwargs)
+    if tokenizer is None or stop_strings is None:
+        return generation_config, stopping_criteria
+    if getattr(generation_config, "stop_strings", None) is not None:
+        generation_config = copy.deepcopy(generation_config)
+        generation_config.stop_strings = None
+    kwargs.pop("stop_strings", None)
+    if model.generation_config.stop_strings is not None:
+        kwargs["stop_strings"] = None  # overrides the model's default, which a None in `generation_config` would not
+    criterion = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
+    return generation_config, StoppingCriteriaList([*(stopping_criteria or ()), criterion])
 
 
 def _synced_gpus_default(model: Any) -> bool:
@@ -119,14 +159,25 @@ def generate_with_drafter(
         )
     if draft_proposal not in DRAFT_PROPOSALS:
         raise InvalidInputError(f"`draft_proposal` is {draft_proposal!r}, expected one of {DRAFT_PROPOSALS}.")
-    speculation_type = _speculation_type({"generation_config": generation_config, **kwargs})
+    speculation_type = _option("speculation_type", model, generation_config, kwargs)
     if speculation_type not in (None, "adaflash"):
         raise InvalidInputError(
             f"`speculation_type` is {speculation_type!r}; with this drafter it may be left out (AdaFlash decoding) or "
             "be 'dflash' (transformers' own loop)."
         )
+    if kwargs.pop("custom_generate", None) is not None or len(args) > 2:
+        raise UnsupportedGenerationError(
+            "`custom_generate` and a DFlash drafter as `assistant_model` are two ways of decoding: pass one of them."
+        )
+    if _option("token_healing", model, generation_config, kwargs):
+        raise UnsupportedGenerationError(
+            "`token_healing` is on, but it is not available with a drafter. Heal the prompt first: "
+            "`input_ids = target.heal_tokens(input_ids, tokenizer)`."
+        )
     kwargs.pop("speculation_type", None)
     kwargs.pop("assistant_tokenizer", None)  # drafter and target share one vocabulary
+    generation_config, stopping_criteria = _take_stop_strings(model, generation_config, stopping_criteria, kwargs)
+    is_users_cache = kwargs.get("cache", kwargs.get("past_key_values")) is not None
     check_drafter_fits_target(assistant_model, model)
     policy = build_length_policy(length_policy, unwrap_model(assistant_model))
     synced = _synced_gpus_default(model) if synced_gpus is None else synced_gpus
@@ -137,7 +188,6 @@ def generate_with_drafter(
         logits_processor: Any,
         stopping_criteria: Any,
         generation_config: Any,
-        tokenizer: Any = None,  # named so that `generate()` keeps it for `stop_strings`
         **model_kwargs: Any,
     ) -> Any:
         decoding = AdaFlashDecoding(
@@ -150,6 +200,7 @@ def generate_with_drafter(
             draft_proposal,
             streamer,
             synced,
+            is_users_cache,
         )
         return decoding.run(input_ids, model_kwargs)
 

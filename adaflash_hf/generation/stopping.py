@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 
 __all__ = ["StopRules"]
+
+
+# Look at the tokens of their own row only, so a row can be judged apart from its batch.
+ROW_INDEPENDENT = (MaxTimeCriteria, StopStringCriteria)
 
 
 class StopRules:
@@ -30,31 +40,44 @@ class StopRules:
                 self.max_length = limit if self.max_length is None else min(limit, self.max_length)
             else:
                 self._custom.append(criterion)
-
-    @property
-    def is_custom(self) -> bool:
-        """Whether any criterion has to be called on the ids themselves."""
-        return len(self._custom) > 0
+        self._is_row_independent = all(type(criterion) in ROW_INDEPENDENT for criterion in self._custom)
 
     def remaining(self, length: int) -> int:
         """Tokens that a sequence of `length` tokens may still grow by."""
         return self.max_length - length if self.max_length is not None else 1 << 30
 
-    def cut(self, tokens: list[int], length: int, prefix_of: Callable[[list[int]], torch.Tensor]) -> tuple[int, bool]:
+    def cut(
+        self,
+        tokens: list[int],
+        length: int,
+        row: int,
+        prefixes_of: Callable[[int, list[int]], torch.Tensor],
+        scores_of: Callable[[int], tuple[torch.Tensor, ...] | None] = lambda count: None,
+    ) -> tuple[int, bool]:
         """How many of `tokens` are committed, and whether the sequence ends there.
 
         Args:
             tokens (`list[int]`): Accepted drafts and the token after them.
             length (`int`): Length of the sequence before them.
-            prefix_of (`Callable`): Gives the row's ids, shape `(1, length + n)`, with n of the tokens appended.
+            row (`int`): Original batch index of the sequence.
+            prefixes_of (`Callable`):
+                `prefixes_of(row, extra)` gives the ids of all rows, cut or padded to the length of `row` with the
+                tokens `extra` appended.
+            scores_of (`Callable`): `scores_of(n)` gives the scores of the row up to the n-th of `tokens`, or None.
 
         Returns:
             `tuple[int, bool]`: Number of tokens to keep, at least one, and whether to stop.
         """
         limit = min(len(tokens), self.remaining(length))
         for count in range(1, limit + 1):
-            if tokens[count - 1] in self.eos_token_ids:
-                return count, True
-            if self._custom and bool(self._custom(prefix_of(tokens[:count]), None).all()):
+            # Criteria that remember something are asked about every token, the last one included.
+            is_custom_stop = self._custom and self._ask(row, prefixes_of(row, tokens[:count]), scores_of(count))
+            if is_custom_stop or tokens[count - 1] in self.eos_token_ids:
                 return count, True
         return limit, self.remaining(length) <= limit
+
+    def _ask(self, row: int, prefixes: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> bool:
+        if self._is_row_independent:
+            return bool(self._custom(prefixes[row : row + 1], scores)[0])
+        # A criterion may look its row up by batch index, so it sees the whole batch.
+        return bool(self._custom(prefixes, scores)[row])

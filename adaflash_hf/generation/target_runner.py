@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from ..errors import InvalidInputError
 from .cache_rollback import (
     RecurrentSnapshot,
     has_linear_attention,
-    record_past,
     remove_slots,
     restore_recurrent,
     select_cache_rows,
     shift_rows,
+    start_recording,
+    stop_recording,
     take_recurrent_snapshot,
 )
 from .statistics import StatisticsRecorder
@@ -83,8 +85,8 @@ class TargetRunner:
         if output_attentions:
             self._outputs_kwargs["output_attentions"] = True
         self._is_recurrent = has_linear_attention(cache)
-        self._is_static = any(isinstance(layer, StaticLayer) for layer in cache.layers)
         self._has_sliding_window = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in cache.layers)
+        self._recording: list[DynamicSlidingWindowLayer] = []
         self._slot_mask: torch.Tensor | None = model_kwargs.get("attention_mask")
         self._cached: list[int] = []  # slots of each row that count, the prompt's own padding included
         self._next_position: torch.Tensor | None = None  # (..., batch_size, 1), absent if the model takes no positions
@@ -95,7 +97,16 @@ class TargetRunner:
     @property
     def num_slots(self) -> int:
         """Cache slots in use, masked ones included."""
-        return self.cache.get_seq_length()
+        # Of a static cache it is a tensor that the next forward changes in place.
+        return int(self.cache.get_seq_length())
+
+    @property
+    def attention_windows(self) -> list[int | None] | None:
+        """Cache slots that one row sees at most, per attention layer; None if every row sees the whole buffer."""
+        if any(isinstance(layer, StaticLayer) for layer in self.cache.layers):
+            return None
+        layers = [layer for layer in self.cache.layers if isinstance(layer, DynamicLayer)]
+        return [layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
 
     def _forward(self, input_ids: torch.Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
         inputs = self.model.prepare_inputs_for_generation(
@@ -106,8 +117,8 @@ class TargetRunner:
 
     def prefill(
         self, input_ids: torch.Tensor, total_slots: int, chunk_size: int | None
-    ) -> list[CausalLMOutputWithPast]:
-        """Runs the prompt, or what a warm cache does not hold of it yet.
+    ) -> Iterator[CausalLMOutputWithPast]:
+        """Runs the prompt, or what a warm cache does not hold of it yet, chunk by chunk.
 
         Args:
             input_ids (`torch.Tensor` of shape `(batch_size, sequence_length)`):
@@ -115,8 +126,8 @@ class TargetRunner:
             total_slots (`int`): Length of the whole prompt, cached part included.
             chunk_size (`int`, *optional*): Rows per forward pass.
 
-        Returns:
-            `list[CausalLMOutputWithPast]`: One output per chunk, in order, logits of the last row only.
+        Yields:
+            `CausalLMOutputWithPast`: The output of each chunk, in order; logits of its last row only.
 
         Raises:
             InvalidInputError: If the cache already holds the whole prompt.
@@ -127,19 +138,19 @@ class TargetRunner:
                 f"`cache` already holds {self.num_slots} tokens but the prompt has {total_slots}, so there is nothing "
                 "left to predict from. Crop the cache by at least one token, or append new tokens to the prompt."
             )
-        outputs = []
         chunk_size = chunk_size or new_rows
         for begin in range(0, new_rows, chunk_size):
             rows_left = new_rows - begin
-            outputs.append(self._prefill_chunk(input_ids, rows_left, min(chunk_size, rows_left), first=begin == 0))
+            with self.recorder.phase("prefill"):
+                outputs = self._prefill_chunk(input_ids, rows_left, min(chunk_size, rows_left), first=begin == 0)
+            yield outputs
         self._cached = [total_slots] * input_ids.shape[0]
         if len(self._cached) > 1 and self._slot_mask is None:
             self._slot_mask = torch.ones(len(self._cached), total_slots, dtype=torch.long, device=input_ids.device)
         # Only now: recording during the prefill would keep the whole prompt in sliding-window layers.
-        record_past(self.cache)
+        self._recording = start_recording(self.cache)
         position_ids = self._prompt_kwargs.get("position_ids")
         self._next_position = None if position_ids is None else position_ids[..., -1:] + 1
-        return outputs
 
     def _prefill_chunk(
         self, input_ids: torch.Tensor, rows_left: int, rows: int, first: bool
@@ -180,11 +191,25 @@ class TargetRunner:
         if self._is_recurrent:
             self._snapshots = take_recurrent_snapshot(self.cache)
         self._block = block_ids
-        return self._run_block(block_ids)
+        with self.recorder.phase("verify"):
+            return self._run_block(block_ids)
 
-    def _run_block(self, block_ids: torch.Tensor) -> CausalLMOutputWithPast:
+    def catch_up(self, block_ids: torch.Tensor) -> CausalLMOutputWithPast:
+        """Runs tokens whose logits nobody needs, to have them in the cache; call [`commit`] afterwards.
+
+        Args:
+            block_ids (`torch.Tensor` of shape `(batch_size, n)`): Tokens.
+
+        Returns:
+            `CausalLMOutputWithPast`: The hidden states asked for, and logits of the last row only.
+        """
+        self._block = block_ids
+        kwargs = {"logits_to_keep": 1} if "logits_to_keep" in self._prompt_kwargs else {}
+        with self.recorder.phase("verify"):
+            return self._run_block(block_ids, **kwargs)
+
+    def _run_block(self, block_ids: torch.Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
         length = block_ids.shape[1]
-        kwargs: dict[str, Any] = {}
         if self._slot_mask is not None:
             ones = self._slot_mask.new_ones(block_ids.shape)
             kwargs["attention_mask"] = torch.cat([self._slot_mask, ones], dim=1)
@@ -224,13 +249,13 @@ class TargetRunner:
 
     def _replay(self, kept: int, length: int) -> None:
         """Recurrent states cannot forget a token: go back to before the block and run the kept rows again."""
-        if kept == length:
-            return
-        remove_slots(self.cache, length)
-        restore_recurrent(self._snapshots)
-        assert self._block is not None
-        with self.recorder.phase("verify"):
-            self._run_block(self._block[:, :kept])
+        if kept < length:
+            assert self._block is not None
+            remove_slots(self.cache, length)
+            restore_recurrent(self._snapshots)
+            with self.recorder.phase("verify"):
+                self._run_block(self._block[:, :kept])
+        self._snapshots = []
         remove_slots(self.cache, 0)
 
     def _realign(self, kept: list[int], length: int) -> None:
@@ -238,12 +263,9 @@ class TargetRunner:
         assert self._slot_mask is not None
         end = self.num_slots
         before = end - length
-        # A static cache has no slot to spare for rows that ended: their contents are given up.
-        edge = max(
-            cached + count for cached, count in zip(self._cached, kept, strict=True) if count or not self._is_static
-        )
+        edge = max(cached + count for cached, count in zip(self._cached, kept, strict=True))
         if self._has_sliding_window:
-            edge = max(edge, before)  # these layers have forgotten the slots that a shorter cache would need
+            edge = max(edge, before)  # sliding layers have forgotten the slots that a shorter cache would need
         shifts = [edge - before - count for count in kept]
         mask = torch.cat([self._slot_mask, self._slot_mask.new_ones(len(kept), length)], dim=1)
         for row, (shift, count) in enumerate(zip(shifts, kept, strict=True)):
@@ -265,19 +287,20 @@ class TargetRunner:
         """
         if any(not isinstance(layer, DynamicLayer) for layer in self.cache.layers):
             return False
-        index = torch.tensor(rows, device=self.model.device)
+        index = torch.tensor(rows)
+        batch_size = len(self._cached)
         self._cached = [self._cached[row] for row in rows]
         select_cache_rows(self.cache, index)
         if self._slot_mask is not None:
             self._slot_mask = self._slot_mask[index.to(self._slot_mask.device)]
-        if self._next_position is not None:
+        # One row of positions may stand for the whole batch.
+        if self._next_position is not None and self._next_position.shape[-2] == batch_size:
             self._next_position = self._next_position.index_select(-2, index.to(self._next_position.device))
         for name, value in self._step_kwargs.items():
-            if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] > len(rows):
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == batch_size:
                 self._step_kwargs[name] = value[index.to(value.device)]
         return True
 
-    def left_align(self) -> None:
-        """Moves every row back so that cache slot s belongs to column s of the returned sequences."""
-        shift_rows(self.cache, [cached - self.num_slots for cached in self._cached])
-        remove_slots(self.cache, self.num_slots - max(self._cached))
+    def close(self) -> None:
+        """Leaves the cache as plain decoding would: sliding-window layers keep their window only."""
+        stop_recording(self._recording)

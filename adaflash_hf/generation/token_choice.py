@@ -117,16 +117,18 @@ class TokenChooser:
         self,
         logits: torch.Tensor,
         proposal: Proposal,
-        prefix_of: Callable[[int, list[int]], torch.Tensor],
+        prefixes_of: Callable[[int, list[int]], torch.Tensor],
         rows: list[int],
+        finished: Sequence[bool] = (),
     ) -> BlockVerdict:
         """Decides a block.
 
         Args:
             logits (`torch.Tensor` of shape `(batch_size, verify_length, vocab_size)`): The target's logits.
             proposal (`Proposal`): The drafts that were verified.
-            prefix_of (`Callable`): `prefix_of(row, tokens)` gives what a processor sees, see `RowPrefixes`.
+            prefixes_of (`Callable`): Gives what a processor sees, see [`SequenceBatch.prefixes`].
             rows (`list[int]`): Original batch index of each sequence.
+            finished (`Sequence[bool]`, *optional*): Sequences that have ended, whose verdict nobody needs.
 
         Returns:
             `BlockVerdict`: Tokens, acceptance and scores.
@@ -135,7 +137,7 @@ class TokenChooser:
             logits = logits.float()
         if self._is_prefix_free:
             return self._choose_at_once(logits, proposal)
-        return self._choose_in_order(logits, proposal, prefix_of, rows)
+        return self._choose_in_order(logits, proposal, prefixes_of, rows, finished)
 
     def _choose_at_once(self, logits: torch.Tensor, proposal: Proposal) -> BlockVerdict:
         batch, length, vocab = logits.shape
@@ -157,8 +159,9 @@ class TokenChooser:
         self,
         logits: torch.Tensor,
         proposal: Proposal,
-        prefix_of: Callable[[int, list[int]], torch.Tensor],
+        prefixes_of: Callable[[int, list[int]], torch.Tensor],
         rows: list[int],
+        finished: Sequence[bool],
     ) -> BlockVerdict:
         drafts = proposal.candidate_ids.tolist()
         tokens, accepted, scores = [], [], []
@@ -166,8 +169,9 @@ class TokenChooser:
             row_tokens: list[int] = []
             row_scores: list[torch.Tensor] = []
             matched = 0
-            for position in range(logits.shape[1]):
-                processed = self._process(logits[index, position], row, prefix_of(row, row_tokens))
+            is_finished = index < len(finished) and finished[index]
+            for position in range(0 if is_finished else logits.shape[1]):
+                processed = self._process(logits[index, position], row, prefixes_of(row, row_tokens))
                 draft = drafts[index][position] if position < len(drafts[index]) else None
                 probs = None if proposal.candidate_probs is None else proposal.candidate_probs[index]
                 draft_probs = None if probs is None or draft is None else probs[position]

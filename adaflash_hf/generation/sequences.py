@@ -1,0 +1,132 @@
+"""The growing sequences of a batch whose rows advance by different numbers of tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
+
+
+__all__ = ["SequenceBatch", "StepStreamer"]
+
+
+class SequenceBatch:
+    """Prompts and generated tokens of all rows.
+
+    Tokens are kept as lists; a tensor of them is brought up to date only for processors and criteria that read it.
+
+    Args:
+        input_ids (`torch.Tensor` of shape `(batch_size, prompt_length)`): Left-padded prompts.
+        pad_token_id (`int`): Fills up rows that ended early.
+    """
+
+    def __init__(self, input_ids: torch.Tensor, pad_token_id: int):
+        self._pad_token_id = pad_token_id
+        self._prompt_length = input_ids.shape[1]
+        self._prompt = input_ids
+        self._generated: list[list[int]] = [[] for _ in range(input_ids.shape[0])]
+        self._ids = input_ids
+        self._written = [0] * input_ids.shape[0]  # generated tokens of each row that `_ids` holds
+
+    def __len__(self) -> int:
+        return len(self._generated)
+
+    def length(self, row: int) -> int:
+        """Tokens of a row, the prompt's padding included."""
+        return self._prompt_length + len(self._generated[row])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return self._prompt_length + max(len(tokens) for tokens in self._generated)
+
+    def append(self, row: int, tokens: list[int]) -> None:
+        """Adds tokens to a row."""
+        self._generated[row].extend(tokens)
+
+    def last_ids(self, rows: list[int]) -> torch.Tensor:
+        """Newest token of each of `rows`, shape `(len(rows),)`."""
+        return torch.tensor([self._generated[row][-1] for row in rows], device=self._prompt.device)
+
+    def missing_from_cache(self, rows: list[int]) -> tuple[torch.Tensor, list[int]]:
+        """What plain decoding would have cached of rows that ended before the longest: the last token, then padding.
+
+        Args:
+            rows (`list[int]`): Rows to look at.
+
+        Returns:
+            `tuple`: Ids of shape `(len(rows), n)`, and how many of the n belong to each row.
+        """
+        counts = [self.longest - self.length(row) for row in rows]
+        ids = self._prompt.new_full((len(rows), max(counts)), self._pad_token_id)
+        if ids.shape[1]:
+            ids[:, 0] = self.last_ids(rows)
+        return ids, counts
+
+    def prefixes(self, row: int, extra: list[int]) -> torch.Tensor:
+        """All rows cut or padded to the length of `row` with `extra` appended, shape `(batch_size, length)`.
+
+        The result is valid until the next call.
+        """
+        length = self.length(row) + len(extra)
+        self._reserve(length)
+        for index in range(len(self)):
+            self._write(index)
+        if extra:
+            begin = self.length(row)
+            self._ids[row, begin:length] = torch.tensor(extra, device=self._ids.device)
+        return self._ids[:, :length]
+
+    def _reserve(self, length: int) -> None:
+        if length > self._ids.shape[1]:
+            grown = self._ids.new_full((len(self), length + 256), self._pad_token_id)
+            grown[:, : self._ids.shape[1]] = self._ids
+            self._ids = grown
+
+    def _write(self, row: int) -> None:
+        new = self._generated[row][self._written[row] :]
+        if new:
+            self._reserve(self.length(row))
+            begin = self._prompt_length + self._written[row]
+            self._ids[row, begin : begin + len(new)] = torch.tensor(new, device=self._ids.device)
+            self._written[row] += len(new)
+
+    def build(self) -> torch.Tensor:
+        """Final ids of shape `(batch_size, longest)`, short rows padded on the right."""
+        width = self.longest - self._prompt_length
+        padded = [tokens + [self._pad_token_id] * (width - len(tokens)) for tokens in self._generated]
+        generated = torch.tensor(padded, dtype=self._prompt.dtype, device=self._prompt.device)
+        return torch.cat([self._prompt, generated], dim=1)
+
+
+class StepStreamer:
+    """Hands tokens to a streamer as plain decoding does: one step of the whole batch at a time.
+
+    Args:
+        streamer (`BaseStreamer`): Receives tensors of shape `(batch_size,)`.
+        batch_size (`int`): Rows in the batch.
+        pad_token_id (`int`): What rows contribute once they have ended.
+    """
+
+    def __init__(self, streamer: BaseStreamer, batch_size: int, pad_token_id: int):
+        self._streamer = streamer
+        self._pad_token_id = pad_token_id
+        self._waiting: list[list[int]] = [[] for _ in range(batch_size)]
+        self._is_finished = [False] * batch_size
+
+    def add(self, row: int, tokens: list[int], is_finished: bool) -> None:
+        """Takes new tokens of a row, and passes on the steps that are now complete."""
+        self._waiting[row].extend(tokens)
+        self._is_finished[row] = is_finished
+        rows = list(zip(self._waiting, self._is_finished, strict=True))
+        while any(tokens for tokens, _ in rows) and all(tokens or finished for tokens, finished in rows):
+            step = [tokens.pop(0) if tokens else self._pad_token_id for tokens, _ in rows]
+            self._streamer.put(torch.tensor(step))
+
+    def end(self) -> None:
+        """Tells the streamer that generation is over."""
+        self._streamer.end()
