@@ -11,6 +11,8 @@ import typer
 
 from .commands.demo import demo
 from .commands.generate import generate
+from .commands.train import train
+from .commands.trajectories import trajectories
 from .errors import AdaFlashError
 
 
@@ -26,6 +28,8 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(demo)
+app.command()(trajectories)
+app.command()(train)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

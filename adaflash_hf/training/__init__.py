@@ -1,0 +1,36 @@
+"""Training of drafters and length heads: trajectories, objectives, and a trainer on transformers' `Trainer`.
+
+Importing this package imports `Trainer`, which takes seconds; `import adaflash_hf` does not.
+"""
+
+from .draft_step import DraftStep
+from .drafter_trainer import DrafterTrainer, last_complete_checkpoint
+from .initialization import (
+    attach_length_head,
+    choose_mask_token_id,
+    drafter_config_for_target,
+    initialize_from_target,
+)
+from .objectives import DraftObjective, draft_loss
+from .training_arguments import DrafterTrainingArguments
+from .trajectories import TrajectorySettings, generate_trajectories
+from .trajectory_dataset import TrajectoryDataset, cache_target_features, split_by_prompt
+
+
+__all__ = [
+    "DraftObjective",
+    "DraftStep",
+    "DrafterTrainer",
+    "DrafterTrainingArguments",
+    "TrajectoryDataset",
+    "TrajectorySettings",
+    "attach_length_head",
+    "cache_target_features",
+    "choose_mask_token_id",
+    "draft_loss",
+    "drafter_config_for_target",
+    "generate_trajectories",
+    "initialize_from_target",
+    "last_complete_checkpoint",
+    "split_by_prompt",
+]

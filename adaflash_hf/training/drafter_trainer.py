@@ -115,7 +115,11 @@ class DrafterTrainer(Trainer):
             vocabulary=self.vocabulary,
             logits_memory_bytes=args.logits_memory_bytes,
         )
-        self._train_metrics = DraftMetrics(self.domains, draft_length, args.device)
+        self.reset_train_metrics()
+
+    def reset_train_metrics(self) -> None:
+        """Forget what was measured on training batches since the last log entry."""
+        self._train_metrics = DraftMetrics(self.domains, self.data_collator.draft_length, self.args.device)
 
     def compute_loss(
         self,
@@ -198,7 +202,7 @@ class DrafterTrainer(Trainer):
             self._train_metrics.reduce(lambda values: self.accelerator.reduce(values, reduction="sum"))
             measured = self._train_metrics.compute("train")
             logs |= {name: measured[f"train_{name}"] for name in _LOGGED_METRICS if f"train_{name}" in measured}
-            self._train_metrics = DraftMetrics(self.domains, self.data_collator.draft_length, self.args.device)
+            self.reset_train_metrics()
         super().log(logs, *args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "attach_length_head",
     "choose_mask_token_id",
+    "default_target_layer_ids",
     "drafter_config_for_target",
     "initialize_from_target",
 ]
@@ -63,7 +64,7 @@ def drafter_config_for_target(
         block_size (`int`, *optional*, defaults to 16):
             Rows of a block, the anchor included.
         target_layer_ids (`list[int]`, *optional*):
-            Layers to read; by default five, evenly spread, or as many as the target has apart from its ends.
+            Layers to read, see [`default_target_layer_ids`].
         length_head (`str`, *optional*, defaults to `"mean_linear"`):
             `head_type` of the length head; None for a drafter without one.
         fields:
@@ -72,8 +73,7 @@ def drafter_config_for_target(
     config = target_model.config.get_text_config()
     depth, vocab_size = config.num_hidden_layers, target_model.get_input_embeddings().weight.shape[0]
     if target_layer_ids is None:
-        # The family reads between the second and the third-last layer; shallow targets have fewer there.
-        target_layer_ids = build_target_layer_ids(depth, min(_DEFAULT_FEATURES, max(depth - 3, 1)))
+        target_layer_ids = default_target_layer_ids(target_model)
     heads = config.num_attention_heads
     derived = {
         "vocab_size": vocab_size,
@@ -99,6 +99,13 @@ def drafter_config_for_target(
         "length_head_config": None if length_head is None else {"head_type": length_head},
     }
     return DFlashDrafterConfig(**{**derived, **fields})
+
+
+def default_target_layer_ids(target_model: PreTrainedModel) -> list[int]:
+    """Layers a new drafter reads: five, evenly spread, or as many as a shallow target has apart from its ends."""
+    depth = target_model.config.get_text_config().num_hidden_layers
+    # The family reads between the second and the third-last layer.
+    return build_target_layer_ids(depth, min(_DEFAULT_FEATURES, max(depth - 3, 1)))
 
 
 def choose_mask_token_id(target_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -65,7 +65,7 @@ def changed(before, after):
 
 @pytest.mark.parametrize("fields", [{"objective": "cross_entropy"}, {"use_muon": True, "vocabulary_size": 60}])
 def test_it_learns_what_it_sees(target, directory, tmp_path, fields):
-    trainer = make_trainer(target, directory, tmp_path, num_train_epochs=25, learning_rate=1e-2, **fields)
+    trainer = make_trainer(target, directory, tmp_path, num_train_epochs=15, learning_rate=2e-2, **fields)
     seen = trainer.train_dataset
     before = trainer.evaluate(seen)
     trainer.train()

@@ -1,0 +1,244 @@
+"""Options of `adaflash train`. Where no default is shown, it depends on the run and is printed with its reason."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+__all__ = [
+    "AccumulationOption",
+    "AnchorsOption",
+    "BatchSizeOption",
+    "BlockSizeOption",
+    "Clip",
+    "ClipOption",
+    "ClipThresholdOption",
+    "DecayFractionOption",
+    "Divergence",
+    "DivergenceOption",
+    "EpochsOption",
+    "Features",
+    "FeaturesOption",
+    "FromScratchOption",
+    "HardLabelWeightOption",
+    "HeldOutOption",
+    "InitOption",
+    "LayerIdsOption",
+    "LayersOption",
+    "LearningRateOption",
+    "LengthHead",
+    "LengthHeadOption",
+    "MaskTokenOption",
+    "MaxTokensOption",
+    "Objective",
+    "ObjectiveOption",
+    "Only",
+    "OnlyOption",
+    "Optimizer",
+    "OptimizerOption",
+    "OutOption",
+    "PositionDecayOption",
+    "ReportToOption",
+    "ResumeOption",
+    "SeedOption",
+    "StepsOption",
+    "Teacher",
+    "TeacherOption",
+    "TrajectoriesOption",
+    "VectorLearningRateOption",
+    "VocabularySizeOption",
+    "WarmupOption",
+]
+
+_START, _LEARN, _RUN = "What is trained", "What is learned", "How it runs"
+
+
+class Only(StrEnum):
+    """Part of the drafter to train."""
+
+    DRAFTER = "drafter"
+    LENGTH_HEAD = "length-head"
+
+
+class LengthHead(StrEnum):
+    """Shape of a new length head."""
+
+    MEAN_LINEAR = "mean_linear"
+    MEAN_LAST_RESIDUAL = "mean_last_residual"
+    NONE = "none"
+
+
+class Objective(StrEnum):
+    """Loss of a slot."""
+
+    MIXTURE = "mixture"
+    CROSS_ENTROPY = "cross_entropy"
+    REVERSE_KL = "reverse_kl"
+    FORWARD_KL = "forward_kl"
+
+
+class Divergence(StrEnum):
+    """Soft part of the mixture."""
+
+    REVERSE_KL = "reverse_kl"
+    FORWARD_KL = "forward_kl"
+
+
+class Clip(StrEnum):
+    """What of the divergence is clipped."""
+
+    ENTRY = "entry"
+    SUM = "sum"
+    NONE = "none"
+
+
+class Teacher(StrEnum):
+    """Where the target's distribution comes from."""
+
+    AUTO = "auto"
+    TOP_K = "top_k"
+    FULL = "full"
+    NONE = "none"
+
+
+class Features(StrEnum):
+    """Where the target's hidden states come from."""
+
+    AUTO = "auto"
+    STORED = "stored"
+    CACHE = "cache"
+    COMPUTE = "compute"
+
+
+class Optimizer(StrEnum):
+    """What updates the weights."""
+
+    MUON = "muon"
+    ADAMW = "adamw"
+
+
+TrajectoriesOption = Annotated[
+    list[Path],
+    typer.Option(
+        "--trajectories", help="Directory from `adaflash trajectories`; may be repeated.", exists=True, file_okay=False
+    ),
+]
+OutOption = Annotated[Path, typer.Option("--out", help="Directory for the drafter; a killed run resumes there.")]
+InitOption = Annotated[
+    str | None, typer.Option("--init", help="Hub id or directory of a drafter to go on with.", rich_help_panel=_START)
+]
+FromScratchOption = Annotated[
+    bool,
+    typer.Option("--from-scratch", help="A new drafter, started from the target's layers.", rich_help_panel=_START),
+]
+OnlyOption = Annotated[
+    Only | None, typer.Option("--only", help="Train this part alone.  [default: both]", rich_help_panel=_START)
+]
+LayersOption = Annotated[
+    int | None, typer.Option("--layers", min=1, help="Layers of a new drafter.  [default: 5]", rich_help_panel=_START)
+]
+BlockSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--block-size", min=2, help="Rows of a new drafter's block, anchor included.", rich_help_panel=_START
+    ),
+]
+LayerIdsOption = Annotated[
+    str | None,
+    typer.Option("--target-layer-ids", help="Target layers a new drafter reads, as 1,8,14.", rich_help_panel=_START),
+]
+MaskTokenOption = Annotated[
+    int | None,
+    typer.Option("--mask-token-id", min=0, help="Token that stands for a row to draft.", rich_help_panel=_START),
+]
+LengthHeadOption = Annotated[
+    LengthHead,
+    typer.Option("--length-head", help="Head of a drafter that has none yet.", rich_help_panel=_START),
+]
+ObjectiveOption = Annotated[Objective | None, typer.Option("--objective", rich_help_panel=_LEARN)]
+HardLabelWeightOption = Annotated[
+    float | None,
+    typer.Option("--hard-label-weight", min=0.0, max=1.0, help="α of the mixture.", rich_help_panel=_LEARN),
+]
+DivergenceOption = Annotated[
+    Divergence | None, typer.Option("--divergence", help="Soft part of the mixture.", rich_help_panel=_LEARN)
+]
+ClipOption = Annotated[
+    Clip | None, typer.Option("--clip", help="What of the divergence is clipped.", rich_help_panel=_LEARN)
+]
+ClipThresholdOption = Annotated[
+    float | None, typer.Option("--clip-threshold", min=0.0, help="δ, in nats.", rich_help_panel=_LEARN)
+]
+PositionDecayOption = Annotated[
+    float | None,
+    typer.Option("--position-decay", help="Slots after which a slot weighs 1/e.", rich_help_panel=_LEARN),
+]
+TeacherOption = Annotated[
+    Teacher, typer.Option("--teacher", help="Where soft targets come from.", rich_help_panel=_LEARN)
+]
+VocabularySizeOption = Annotated[
+    int | None,
+    typer.Option(
+        "--vocabulary-size",
+        min=0,
+        help="Tokens in the training softmax, of those that occur; 0 for all.",
+        rich_help_panel=_LEARN,
+    ),
+]
+AnchorsOption = Annotated[
+    int | None, typer.Option("--anchors", min=1, help="Blocks per trajectory and epoch.", rich_help_panel=_RUN)
+]
+BatchSizeOption = Annotated[
+    int | None, typer.Option("--batch-size", min=1, help="Trajectories per forward pass.", rich_help_panel=_RUN)
+]
+AccumulationOption = Annotated[
+    int | None,
+    typer.Option("--gradient-accumulation", min=1, help="Forward passes per step.", rich_help_panel=_RUN),
+]
+EpochsOption = Annotated[
+    float | None, typer.Option("--epochs", help="Passes over the trajectories.", rich_help_panel=_RUN)
+]
+StepsOption = Annotated[
+    int | None, typer.Option("--steps", min=1, help="Steps, instead of --epochs.", rich_help_panel=_RUN)
+]
+OptimizerOption = Annotated[Optimizer | None, typer.Option("--optimizer", rich_help_panel=_RUN)]
+LearningRateOption = Annotated[
+    float | None, typer.Option("--learning-rate", "--lr", help="Of what is trained.", rich_help_panel=_RUN)
+]
+VectorLearningRateOption = Annotated[
+    float | None, typer.Option("--vector-learning-rate", help="Of norms.", rich_help_panel=_RUN)
+]
+WarmupOption = Annotated[int | None, typer.Option("--warmup-steps", min=0, rich_help_panel=_RUN)]
+DecayFractionOption = Annotated[
+    float | None,
+    typer.Option(
+        "--decay-fraction", min=0.0, max=1.0, help="Last part of the run, with a falling rate.", rich_help_panel=_RUN
+    ),
+]
+HeldOutOption = Annotated[
+    int, typer.Option("--held-out", min=0, help="Trajectories kept for evaluation.", rich_help_panel=_RUN)
+]
+MaxTokensOption = Annotated[
+    int, typer.Option("--max-tokens", min=4, help="Longer trajectories are cut.", rich_help_panel=_RUN)
+]
+FeaturesOption = Annotated[
+    Features,
+    typer.Option(
+        "--features",
+        help="The target's hidden states: stored with the trajectories, computed at each step, or computed once and "
+        "cached beside the trajectories.",
+        rich_help_panel=_RUN,
+    ),
+]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, rich_help_panel=_RUN)]
+ResumeOption = Annotated[
+    bool, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint in --out.", rich_help_panel=_RUN)
+]
+ReportToOption = Annotated[
+    list[str] | None,
+    typer.Option("--report-to", help="Also log there, for example tensorboard.", rich_help_panel=_RUN),
+]

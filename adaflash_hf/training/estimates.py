@@ -1,0 +1,96 @@
+"""What a training run will take, measured on its first batch before it starts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.data import DataLoader
+
+
+if TYPE_CHECKING:
+    from .drafter_trainer import DrafterTrainer
+
+
+__all__ = ["TrainingEstimate", "estimate_training"]
+
+
+@dataclass(frozen=True)
+class TrainingEstimate:
+    """
+    Time and memory of a run on this machine.
+
+    Attributes:
+        trainable_parameters: How many numbers are trained.
+        steps: Optimizer steps.
+        step_s: Seconds of one optimizer step, all accumulated batches included.
+        total_s: Seconds of all steps; evaluations come on top.
+        weights_bytes: Drafter and target.
+        training_bytes: Gradients, optimizer state and logits; activations come on top.
+    """
+
+    trainable_parameters: int
+    steps: int
+    step_s: float
+    total_s: float
+    weights_bytes: int
+    training_bytes: int
+
+
+def estimate_training(trainer: DrafterTrainer) -> TrainingEstimate:
+    """
+    Time two forward and backward passes of the first batch and count the weights; nothing is updated.
+
+    Args:
+        trainer (`DrafterTrainer`):
+            A trainer that has not started.
+    """
+    args = trainer.args
+    dataset = trainer.train_dataset
+    loader = DataLoader(dataset, batch_size=args.per_device_train_batch_size, collate_fn=trainer.data_collator)
+    batch = trainer._prepare_inputs(next(iter(loader)))
+    batch_s = min(_timed_pass(trainer, batch) for _ in range(2))
+    trainer.reset_train_metrics()
+
+    batches = -(-len(dataset) // (args.per_device_train_batch_size * args.world_size))
+    steps_per_epoch = max(-(-batches // args.gradient_accumulation_steps), 1)
+    steps = args.max_steps if args.max_steps > 0 else round(steps_per_epoch * args.num_train_epochs)
+    step_s = batch_s * args.gradient_accumulation_steps
+    trainable = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    # Muon keeps one average per matrix, Adam two per parameter.
+    states = sum(p.numel() * (1 if args.use_muon and p.ndim == 2 else 2) for p in trainable)
+    count = sum(parameter.numel() for parameter in trainable)
+    return TrainingEstimate(
+        trainable_parameters=count,
+        steps=steps,
+        step_s=step_s,
+        total_s=steps * step_s,
+        weights_bytes=_bytes_of(trainer.model) + _bytes_of(trainer.target_model),
+        training_bytes=4 * (count + states) + args.logits_memory_bytes,
+    )
+
+
+def _timed_pass(trainer: DrafterTrainer, batch: dict[str, torch.Tensor]) -> float:
+    model = trainer.model
+    model.train()
+    _synchronize(model)
+    begin = time.perf_counter()
+    with trainer.compute_loss_context_manager():
+        loss = trainer.compute_loss(model, batch)
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+    _synchronize(model)
+    seconds = time.perf_counter() - begin
+    model.zero_grad(set_to_none=True)
+    return seconds
+
+
+def _synchronize(model: torch.nn.Module) -> None:
+    if next(model.parameters()).is_cuda:
+        torch.cuda.synchronize()
+
+
+def _bytes_of(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

@@ -1,0 +1,166 @@
+"""Defaults of a training run, each with the reason for it, from what is trained on which machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from ..errors import InvalidInputError
+
+
+__all__ = ["Decision", "Situation", "decide"]
+
+Start = Literal["scratch", "init", "length_head"]
+
+GIVEN = "given"
+
+
+class Decision(NamedTuple):
+    """
+    One setting of a run.
+
+    Attributes:
+        name: Name of the setting.
+        value: What it is.
+        reason: Why; `"given"` if the user said so.
+    """
+
+    name: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Situation:
+    """
+    What the defaults depend on.
+
+    Attributes:
+        start: `"scratch"`: a new drafter; `"init"`: an existing one goes on learning; `"length_head"`: only its head.
+        on_cpu: Whether the run is on a CPU.
+        has_stored_teacher: Whether the trajectories hold the target's likeliest tokens.
+        block_size: Of the drafter.
+    """
+
+    start: Start
+    on_cpu: bool
+    has_stored_teacher: bool
+    block_size: int
+
+
+def decide(situation: Situation, given: Mapping[str, Any]) -> list[Decision]:
+    """
+    Settle all settings of a run.
+
+    Args:
+        situation (`Situation`):
+            What the defaults depend on.
+        given (`Mapping[str, Any]`):
+            Settings of the user; None stands for not given.
+
+    Returns:
+        `list[Decision]`: one for each setting that applies, in the order to show them.
+
+    Raises:
+        InvalidInputError: a setting was given that would change nothing.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None}
+    defaults = _defaults(situation, chosen)
+    without_effect = chosen.keys() - {default.name for default in defaults}
+    if without_effect:
+        name = min(without_effect)
+        raise InvalidInputError(
+            f"`{name}` is {chosen[name]!r}, but has no effect on what this run trains (start {situation.start!r}, "
+            f"objective {chosen.get('objective', 'by default')!r}); leave it out."
+        )
+    return [
+        Decision(default.name, chosen[default.name], GIVEN) if default.name in chosen else default
+        for default in defaults
+    ]
+
+
+def _defaults(situation: Situation, chosen: Mapping[str, Any]) -> list[Decision]:
+    batch = [
+        Decision("batch_size", 8, "trajectories per step: many anchors share each target forward"),
+        Decision("gradient_accumulation", 1, "the batch fits at once"),
+        _anchors(situation),
+        _epochs(situation),
+    ]
+    if situation.start == "length_head":
+        rate = Decision("length_head_learning_rate", 2e-4, "the paper's, for a head on a frozen drafter")
+        return [rate, *batch, *_schedule()]
+    return [*_objective(situation, chosen), *_optimization(situation, chosen), *batch, *_schedule()]
+
+
+def _objective(situation: Situation, chosen: Mapping[str, Any]) -> list[Decision]:
+    """What is learned. Settings that the objective does not use are left out."""
+    if situation.start == "init":
+        name = Decision("objective", "mixture", "the paper's objective for a drafter that already drafts")
+    elif situation.has_stored_teacher:
+        name = Decision("objective", "mixture", "soft targets are stored and teach more per token than hard ones")
+    else:
+        name = Decision("objective", "cross_entropy", "the trajectories hold no soft targets (--teacher-top-k)")
+    decisions = [name]
+    objective = chosen.get("objective", name.value)
+    if objective == "mixture" and situation.start == "init":
+        decisions += [
+            Decision("hard_label_weight", 0.8, "the paper's α"),
+            Decision("divergence", "reverse_kl", "the paper's: do not draft what the target would not say"),
+        ]
+    elif objective == "mixture":
+        decisions += [
+            Decision("hard_label_weight", 0.5, "half hard, half soft: best of the short runs tried"),
+            Decision("divergence", "forward_kl", "has a gradient everywhere, also far from the target"),
+        ]
+    divergence = chosen.get("divergence", decisions[-1].value) if objective == "mixture" else objective
+    if divergence == "reverse_kl":
+        decisions += [
+            Decision("clip", "entry", "the paper's: no single token may dominate a slot"),
+            Decision("clip_threshold", 0.01, "the paper's δ, in nats"),
+        ]
+    elif objective == "mixture":
+        decisions.append(Decision("clip", "none", "a forward KL needs no clipping"))
+    decay = 7.0 if situation.block_size >= 16 else situation.block_size / 2
+    decisions.append(Decision("position_decay", decay, "later slots count less: they are reached less often"))
+    if situation.on_cpu:
+        vocabulary = Decision("vocabulary_size", 8192, "on a CPU the full softmax is most of the cost")
+    else:
+        vocabulary = Decision("vocabulary_size", 0, "all tokens: a GPU has the time")
+    return [*decisions, vocabulary]
+
+
+def _optimization(situation: Situation, chosen: Mapping[str, Any]) -> list[Decision]:
+    if situation.start == "scratch":
+        optimizer = Decision("optimizer", "muon", "learns faster than AdamW from a copied start")
+    else:
+        optimizer = Decision("optimizer", "adamw", "small steps from where the drafter is")
+    if chosen.get("optimizer", optimizer.value) == "muon":
+        rates = [
+            Decision("learning_rate", 2e-3, "of matrices; updates are scaled to AdamW's size"),
+            Decision("vector_learning_rate", 1e-3, "of norms, by AdamW"),
+        ]
+    elif situation.start == "scratch":
+        rates = [Decision("learning_rate", 6e-4, "what the DFlash family trains from scratch with")]
+    else:
+        rates = [Decision("learning_rate", 3e-4, "the paper's")]
+    return [optimizer, *rates]
+
+
+def _anchors(situation: Situation) -> Decision:
+    if situation.on_cpu:
+        return Decision("anchors", 48, "more would cost more than a fresh trajectory teaches")
+    return Decision("anchors", 512, "what the DFlash family uses")
+
+
+def _epochs(situation: Situation) -> Decision:
+    epochs = {"scratch": 6, "init": 2, "length_head": 1}[situation.start]
+    reason = {"scratch": "anchors are fresh in each", "init": "the paper's", "length_head": "a small module"}
+    return Decision("epochs", epochs, reason[situation.start])
+
+
+def _schedule() -> list[Decision]:
+    return [
+        Decision("warmup_steps", 20, "the optimizer's averages need a few steps"),
+        Decision("decay_fraction", 0.5, "the rate falls to 2 % over the second half of the run"),
+    ]

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from stand_ins import SPECIAL_TOKENS, byte_tokenizer
+from tiny_models import tiny_target
+
+from adaflash_hf import embedded_target
+from adaflash_hf.cli import main
+from adaflash_hf.commands.trajectories import interleave, parse_layer_ids
+from adaflash_hf.embedded_target import LoadedTarget
+from adaflash_hf.errors import InvalidInputError
+from adaflash_hf.training.trajectories import read_settings
+from adaflash_hf.training.trajectory_dataset import TrajectoryDataset
+
+
+@pytest.fixture(autouse=True)
+def tiny_targets(monkeypatch):
+    def load_target(*args, **kwargs):
+        return LoadedTarget(tiny_target("llama", vocab_size=len(SPECIAL_TOKENS) + 256), byte_tokenizer())
+
+    monkeypatch.setattr(embedded_target, "load_target", load_target)
+    monkeypatch.setenv("COLUMNS", "160")
+
+
+@pytest.fixture
+def prompt_files(tmp_path):
+    math, code = tmp_path / "math.jsonl", tmp_path / "code.json"
+    math.write_text("\n".join(json.dumps({"question": f"{i} + 1?"}) for i in range(8)), encoding="utf-8")
+    code.write_text(json.dumps([{"text": f"f{i}" + "x" * 100 * (i == 0)} for i in range(4)]), encoding="utf-8")
+    return [str(math), str(code)]
+
+
+def run(out, prompt_files, *extra):
+    files = [part for file in prompt_files for part in ("--prompts", file)]
+    return main(
+        ["trajectories", *files, "--out", str(out), "--max-new-tokens", "6", "--batch-size", "4", *map(str, extra)]
+    )
+
+
+def test_it_stores_responses_and_shows_lengths(tmp_path, prompt_files, capsys):
+    arguments = ("--max-prompt-tokens", "60", "--teacher-top-k", "5", "--features")
+    assert run(tmp_path / "out", prompt_files, *arguments) == 0
+    shown = capsys.readouterr().out
+    assert "Left out, longer than 60 tokens: 1 code" in shown and "66 new tokens" in shown and "tok/s" in shown
+    assert "math" in shown and "all" in shown
+    dataset = TrajectoryDataset(tmp_path / "out", feature_layer_ids=[2])
+    assert len(dataset) == 11 and dataset.domains == ["code", "math"] and dataset.teacher_top_k == 5
+    # The same again decodes nothing.
+    assert run(tmp_path / "out", prompt_files, *arguments) == 0
+    assert "11 trajectories were there from an earlier run" in capsys.readouterr().out
+
+
+def test_limit_domain_and_sampling(tmp_path, prompt_files):
+    assert run(tmp_path / "out", prompt_files, "--limit", 6, "--domain", "all", "--temperature", 0.7, "--seed", 5) == 0
+    settings = read_settings(tmp_path / "out")
+    assert settings["temperature"] == 0.7 and settings["seed"] == 5 and settings["teacher_top_k"] == 16
+    dataset = TrajectoryDataset(tmp_path / "out")
+    assert len(dataset) == 6 and dataset.domains == ["all"]
+
+
+def test_files_are_spread_evenly():
+    assert interleave([["a", "b", "c", "d"], ["x", "y"]]) == ["a", "x", "b", "c", "y", "d"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--domain", "a", "--domain", "b", "--domain", "c"], "--domain"),
+        (["--max-prompt-tokens", "2"], "--max-prompt-tokens"),
+        (["--features", "--target-layer-ids", "one"], "--target-layer-ids"),
+    ],
+)
+def test_wrong_usage_is_one_line(tmp_path, prompt_files, capsys, arguments, message):
+    assert run(tmp_path / "out", prompt_files, *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+def test_layer_ids():
+    assert parse_layer_ids("1, 8,14") == [1, 8, 14] and parse_layer_ids(None) is None
+    with pytest.raises(InvalidInputError):
+        parse_layer_ids("1;2")

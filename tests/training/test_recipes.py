@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+
+from adaflash_hf.errors import InvalidInputError
+from adaflash_hf.training.recipes import Situation, decide
+
+
+def decisions(start="scratch", on_cpu=True, has_stored_teacher=True, block_size=8, **given):
+    made = decide(Situation(start, on_cpu, has_stored_teacher, block_size), given)
+    assert all(decision.reason for decision in made)
+    return {decision.name: decision.value for decision in made}
+
+
+def test_a_new_drafter_on_a_cpu():
+    values = decisions()
+    assert values["objective"] == "mixture" and values["divergence"] == "forward_kl" and values["clip"] == "none"
+    assert values["optimizer"] == "muon" and values["learning_rate"] == 2e-3
+    assert values["anchors"] == 48 and values["vocabulary_size"] == 8192 and values["position_decay"] == 4
+
+
+def test_a_new_drafter_on_a_gpu_without_soft_targets():
+    values = decisions(on_cpu=False, has_stored_teacher=False, block_size=16)
+    assert values["objective"] == "cross_entropy" and "divergence" not in values and "clip" not in values
+    assert values["anchors"] == 512 and values["vocabulary_size"] == 0 and values["position_decay"] == 7
+
+
+def test_an_existing_drafter_goes_on_with_the_papers_settings():
+    values = decisions("init")
+    assert values["objective"] == "mixture" and values["hard_label_weight"] == 0.8
+    assert values["divergence"] == "reverse_kl" and values["clip"] == "entry" and values["clip_threshold"] == 0.01
+    assert values["optimizer"] == "adamw" and values["learning_rate"] == 3e-4 and values["epochs"] == 2
+
+
+def test_a_length_head_alone():
+    values = decisions("length_head")
+    assert values["length_head_learning_rate"] == 2e-4 and "objective" not in values and "optimizer" not in values
+
+
+def test_what_the_user_says_counts_and_is_marked():
+    made = decide(Situation("scratch", True, True, 8), {"optimizer": "adamw", "epochs": None, "anchors": 9})
+    by_name = {decision.name: decision for decision in made}
+    assert by_name["optimizer"][1:] == ("adamw", "given") and by_name["anchors"][1:] == (9, "given")
+    assert by_name["learning_rate"].value == 6e-4 and by_name["epochs"].reason != "given"
+    assert decisions(objective="mixture", divergence="reverse_kl")["clip"] == "entry"
+    assert decisions(objective="reverse_kl")["clip_threshold"] == 0.01
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"start": "length_head", "objective": "mixture"}, "objective"),
+        ({"objective": "cross_entropy", "hard_label_weight": 0.5}, "hard_label_weight"),
+        ({"optimizer": "adamw", "vector_learning_rate": 1.0}, "vector_learning_rate"),
+        ({"objective": "forward_kl", "clip": "sum"}, "clip"),
+    ],
+)
+def test_settings_without_effect_are_refused(given, name):
+    with pytest.raises(InvalidInputError, match=name):
+        decisions(**given)
