@@ -67,6 +67,11 @@ ARCHITECTURE_FIELDS: dict[str, dict[str, Any]] = {
     },
 }
 ARCHITECTURES = tuple(ARCHITECTURE_FIELDS)
+# More hybrids, for what concerns their caches: convolutions without recurrence, and recurrence with 3-D positions.
+ARCHITECTURE_FIELDS["lfm2"] = {"layer_types": ["conv", "full_attention"] * (NUM_TARGET_LAYERS // 2)}
+ARCHITECTURE_FIELDS["qwen3_5_text"] = {
+    name: value for name, value in ARCHITECTURE_FIELDS["qwen3_next"].items() if name.startswith(("layer", "linear"))
+}
 RECURRENT_ARCHITECTURES = ("qwen3_next",)
 
 
