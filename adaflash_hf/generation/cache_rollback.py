@@ -192,13 +192,13 @@ def shift_rows(cache: Cache, shifts: list[int]) -> None:
         cache (`Cache`): The target's cache.
         shifts (`list[int]`): Slots to move to the right, per row; negative moves to the left.
     """
+    rows_by_shift = {shift: [row for row, s in enumerate(shifts) if s == shift] for shift in set(shifts) - {0}}
     for layer in cache.layers:
         if not layer.is_initialized:
             continue
-        for states in (layer.keys, layer.values):
-            for row, shift in enumerate(shifts):
-                if shift:
-                    states[row].copy_(torch.roll(states[row], shift, dims=1))  # (num_heads, slots, head_dim)
+        for states in (layer.keys, layer.values):  # (batch_size, num_heads, slots, head_dim)
+            for shift, rows in rows_by_shift.items():
+                states[rows] = torch.roll(states[rows], shift, dims=2)
 
 
 def select_cache_rows(cache: Cache, rows: torch.Tensor) -> None:

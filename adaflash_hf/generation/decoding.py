@@ -205,7 +205,7 @@ class AdaFlashDecoding:
         """Commits the token that the prefill itself predicts."""
         no_drafts = Proposal(batch.anchor_positions.new_zeros(len(batch.rows), 0), None, [1] * len(batch.rows))
         logits = batch.first_outputs.logits[:, -1:]
-        verdict = self.chooser.choose(logits, no_drafts, self._sequences.prefixes, batch.rows)
+        verdict = self.chooser.choose(logits, no_drafts, self._sequences, batch.rows)
         finished = []
         for index, row in enumerate(batch.rows):
             count, stop = self._commit(row, verdict.tokens[index], verdict.scores[index])
@@ -261,7 +261,7 @@ class AdaFlashDecoding:
         block_ids = torch.cat([anchors[:, None], proposal.candidate_ids], dim=1)
         outputs = runner.verify(block_ids)
         logits = outputs.logits.to(block_ids.device)
-        verdict = self.chooser.choose(logits, proposal, self._sequences.prefixes, batch.rows, finished)
+        verdict = self.chooser.choose(logits, proposal, self._sequences, batch.rows, finished)
         kept, now_finished = [], []
         for index, row in enumerate(batch.rows):
             if finished[index]:

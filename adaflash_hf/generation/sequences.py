@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -67,18 +68,23 @@ class SequenceBatch:
             ids[:, 0] = self.last_ids(rows)
         return ids, counts
 
-    def prefixes(self, row: int, extra: list[int]) -> torch.Tensor:
-        """All rows cut or padded to the length of `row` with `extra` appended, shape `(batch_size, length)`.
+    def prefixes(self, length: int, pending: Mapping[int, list[int]]) -> torch.Tensor:
+        """What processors and criteria see: all rows cut or padded to one length.
 
-        The result is valid until the next call.
+        Args:
+            length (`int`): Length of the result.
+            pending (`Mapping[int, list[int]]`): Per row, tokens that follow but are not committed yet.
+
+        Returns:
+            `torch.Tensor` of shape `(batch_size, length)`: A view that is valid until the next call.
         """
-        length = self.length(row) + len(extra)
         self._reserve(length)
-        for index in range(len(self)):
-            self._write(index)
-        if extra:
-            begin = self.length(row)
-            self._ids[row, begin:length] = torch.tensor(extra, device=self._ids.device)
+        for row in range(len(self)):
+            self._write(row)
+        for row, tokens in pending.items():
+            if tokens:
+                begin = self.length(row)
+                self._ids[row, begin : begin + len(tokens)] = torch.tensor(tokens, device=self._ids.device)
         return self._ids[:, :length]
 
     def _reserve(self, length: int) -> None:

@@ -51,7 +51,7 @@ class StopRules:
         tokens: list[int],
         length: int,
         row: int,
-        prefixes_of: Callable[[int, list[int]], torch.Tensor],
+        prefixes_of: Callable[[int, dict[int, list[int]]], torch.Tensor],
         scores_of: Callable[[int], tuple[torch.Tensor, ...] | None] = lambda count: None,
     ) -> tuple[int, bool]:
         """How many of `tokens` are committed, and whether the sequence ends there.
@@ -60,9 +60,7 @@ class StopRules:
             tokens (`list[int]`): Accepted drafts and the token after them.
             length (`int`): Length of the sequence before them.
             row (`int`): Original batch index of the sequence.
-            prefixes_of (`Callable`):
-                `prefixes_of(row, extra)` gives the ids of all rows, cut or padded to the length of `row` with the
-                tokens `extra` appended.
+            prefixes_of (`Callable`): `prefixes_of(length, pending)`, see [`SequenceBatch.prefixes`].
             scores_of (`Callable`): `scores_of(n)` gives the scores of the row up to the n-th of `tokens`, or None.
 
         Returns:
@@ -71,8 +69,9 @@ class StopRules:
         limit = min(len(tokens), self.remaining(length))
         for count in range(1, limit + 1):
             # Criteria that remember something are asked about every token, the last one included.
-            is_custom_stop = self._custom and self._ask(row, prefixes_of(row, tokens[:count]), scores_of(count))
-            if is_custom_stop or tokens[count - 1] in self.eos_token_ids:
+            if self._custom and self._ask(row, prefixes_of(length + count, {row: tokens[:count]}), scores_of(count)):
+                return count, True
+            if tokens[count - 1] in self.eos_token_ids:
                 return count, True
         return limit, self.remaining(length) <= limit
 

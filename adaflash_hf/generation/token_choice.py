@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers.generation import logits_process as processors
-from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.logits_process import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from ..errors import UnsupportedGenerationError
 from .acceptance import count_leading_matches, rejection_sample, sample_tokens
 from .candidate_generator import Proposal
+from .sequences import SequenceBatch
 
 
 __all__ = ["BlockVerdict", "TokenChooser", "prefix_free_processors"]
@@ -82,7 +83,8 @@ class TokenChooser:
     """Applies logits processors and decides which drafts stand.
 
     Processors that read the preceding tokens are called once per committed token, in order, on exactly the tokens
-    committed so far: the calls plain decoding would make. So stateful processors stay exact too.
+    committed so far: the calls plain decoding would make. So stateful processors stay exact too. In a batch, rows of
+    equal length share a call.
 
     Args:
         logits_processor (`LogitsProcessorList`): As prepared by `generate()`.
@@ -97,7 +99,6 @@ class TokenChooser:
         self.do_sample = do_sample
         self.processor = logits_processor
         self._is_prefix_free = all(type(processor) in PREFIX_FREE for processor in logits_processor)
-        self._is_row_independent = all(type(processor) in ROW_INDEPENDENT for processor in logits_processor)
         stateful = [
             type(processor).__name__ for processor in logits_processor if isinstance(processor, BATCH_STATEFUL)
         ]
@@ -117,18 +118,18 @@ class TokenChooser:
         self,
         logits: torch.Tensor,
         proposal: Proposal,
-        prefixes_of: Callable[[int, list[int]], torch.Tensor],
+        sequences: SequenceBatch,
         rows: list[int],
-        finished: Sequence[bool] = (),
+        finished: Sequence[bool] | None = None,
     ) -> BlockVerdict:
         """Decides a block.
 
         Args:
             logits (`torch.Tensor` of shape `(batch_size, verify_length, vocab_size)`): The target's logits.
             proposal (`Proposal`): The drafts that were verified.
-            prefixes_of (`Callable`): Gives what a processor sees, see [`SequenceBatch.prefixes`].
-            rows (`list[int]`): Original batch index of each sequence.
-            finished (`Sequence[bool]`, *optional*): Sequences that have ended, whose verdict nobody needs.
+            sequences (`SequenceBatch`): What was committed before, for processors that read it.
+            rows (`list[int]`): Which of `sequences` each row of `logits` belongs to.
+            finished (`Sequence[bool]`, *optional*): Rows that have ended, whose verdict nobody needs.
 
         Returns:
             `BlockVerdict`: Tokens, acceptance and scores.
@@ -137,7 +138,8 @@ class TokenChooser:
             logits = logits.float()
         if self._is_prefix_free:
             return self._choose_at_once(logits, proposal)
-        return self._choose_in_order(logits, proposal, prefixes_of, rows, finished)
+        alive = [index for index in range(len(rows)) if finished is None or not finished[index]]
+        return self._choose_in_order(logits, proposal, sequences, rows, alive)
 
     def _choose_at_once(self, logits: torch.Tensor, proposal: Proposal) -> BlockVerdict:
         batch, length, vocab = logits.shape
@@ -159,58 +161,78 @@ class TokenChooser:
         self,
         logits: torch.Tensor,
         proposal: Proposal,
-        prefixes_of: Callable[[int, list[int]], torch.Tensor],
+        sequences: SequenceBatch,
         rows: list[int],
-        finished: Sequence[bool],
+        alive: list[int],
     ) -> BlockVerdict:
-        drafts = proposal.candidate_ids.tolist()
-        tokens, accepted, scores = [], [], []
-        for index, row in enumerate(rows):
-            row_tokens: list[int] = []
-            row_scores: list[torch.Tensor] = []
-            matched = 0
-            is_finished = index < len(finished) and finished[index]
-            for position in range(0 if is_finished else logits.shape[1]):
-                processed = self._process(logits[index, position], row, prefixes_of(row, row_tokens))
-                draft = drafts[index][position] if position < len(drafts[index]) else None
-                probs = None if proposal.candidate_probs is None else proposal.candidate_probs[index]
-                draft_probs = None if probs is None or draft is None else probs[position]
-                token, is_accepted = self._pick(processed, draft, draft_probs)
-                row_tokens.append(token)
-                row_scores.append(processed)
-                if not is_accepted:
-                    break
-                matched += 1
-            tokens.append(row_tokens)
-            accepted.append(matched)
-            scores.append(row_scores)
+        tokens: list[list[int]] = [[] for _ in rows]
+        accepted = [0] * len(rows)
+        scores: list[list[torch.Tensor]] = [[] for _ in rows]
+        while alive:
+            lengths = {index: sequences.length(rows[index]) + len(tokens[index]) for index in alive}
+            shortest = min(lengths.values())
+            group = [index for index in alive if lengths[index] == shortest]
+            positions = [len(tokens[index]) for index in group]
+            prefixes = sequences.prefixes(shortest, {rows[index]: tokens[index] for index in group})
+            processed = self._process(logits[group, positions], [rows[index] for index in group], prefixes)
+            chosen, stands = self._pick(processed, proposal, group, positions)
+            for member, index in enumerate(group):
+                tokens[index].append(chosen[member])
+                scores[index].append(processed[member])
+                accepted[index] += stands[member]
+            ended = {index for member, index in enumerate(group) if not stands[member]}
+            alive = [index for index in alive if index not in ended]
         return BlockVerdict(tokens, accepted, scores)
 
-    def _process(self, logits: torch.Tensor, row: int, prefixes: torch.Tensor) -> torch.Tensor:
-        """Runs the processors for one position.
+    def _process(self, scores: torch.Tensor, rows: list[int], prefixes: torch.Tensor) -> torch.Tensor:
+        """Runs the processors for one step of some rows.
 
         Args:
-            logits (`torch.Tensor` of shape `(vocab_size,)`): Raw logits.
-            row (`int`): Original batch index of the sequence.
-            prefixes (`torch.Tensor` of shape `(batch_size, length)`): Every row cut or padded to this row's length.
+            scores (`torch.Tensor` of shape `(len(rows), vocab_size)`): Raw logits.
+            rows (`list[int]`): Rows of the batch that are at this step.
+            prefixes (`torch.Tensor` of shape `(batch_size, length)`): Every row cut or padded to their length.
 
         Returns:
-            `torch.Tensor` of shape `(vocab_size,)`: Processed scores.
+            `torch.Tensor` of shape `(len(rows), vocab_size)`: Processed scores.
         """
-        if prefixes.shape[0] == 1 or self._is_row_independent:
-            return self.processor(prefixes[row : row + 1], logits[None].clone())[0]
-        # A processor may look its row up by batch index, so the row keeps its place among copies.
-        return self.processor(prefixes, logits[None].repeat(prefixes.shape[0], 1))[row]
+        is_whole_batch = len(rows) == prefixes.shape[0]
+        own = prefixes if is_whole_batch else prefixes[rows]
+        for processor in self.processor:
+            if is_whole_batch or type(processor) in ROW_INDEPENDENT:
+                scores = processor(own, scores)
+            elif type(processor) is PrefixConstrainedLogitsProcessor:
+                scores = torch.cat([self._constrain(processor, *step) for step in zip(rows, own, scores, strict=True)])
+            else:
+                # A processor may look its row up by batch index, so each row keeps its place.
+                everyone = scores[:1].repeat(prefixes.shape[0], 1)
+                everyone[rows] = scores
+                scores = processor(prefixes, everyone)[rows]
+        return scores
 
-    def _pick(self, scores: torch.Tensor, draft: int | None, draft_probs: torch.Tensor | None) -> tuple[int, bool]:
-        if not self.do_sample:
-            token = int(scores.argmax())
-            return token, token == draft
-        probs = scores.softmax(dim=-1)
-        if draft is None or draft_probs is None:
-            token = int(sample_tokens(probs))
-            return token, token == draft
-        no_bonus = torch.stack([probs, probs])[None]  # a chain of one draft; its bonus is drawn at the next position
-        draft_ids = torch.tensor([[draft]], device=scores.device)
-        accepted, following = rejection_sample(draft_ids, draft_probs[None, None], no_bonus)
-        return (draft, True) if int(accepted) else (int(following), False)
+    @staticmethod
+    def _constrain(
+        processor: PrefixConstrainedLogitsProcessor, row: int, prefix: torch.Tensor, scores: torch.Tensor
+    ) -> torch.Tensor:
+        """Asks a user's `prefix_allowed_tokens_fn` about this row alone: about others it has no true prefix."""
+        allowed = processor._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)(prefix[None], scores[None])
+
+    def _pick(
+        self, scores: torch.Tensor, proposal: Proposal, group: list[int], positions: list[int]
+    ) -> tuple[list[int], list[bool]]:
+        """Chooses a token per row, and says whether it is the row's draft, so that the next one can be looked at."""
+        num_drafts = proposal.candidate_ids.shape[1]
+        has_draft = torch.tensor([position < num_drafts for position in positions], device=scores.device)
+        where = torch.tensor([group, positions], device=scores.device)[:, has_draft].unbind()
+        drafts = torch.full((len(group),), -1, device=scores.device)
+        drafts[has_draft] = proposal.candidate_ids[where]
+        probs = scores.softmax(dim=-1) if self.do_sample else scores
+        chosen = sample_tokens(probs) if self.do_sample else scores.argmax(dim=-1)
+        if self.do_sample and proposal.candidate_probs is not None and len(drafts[has_draft]):
+            # Chains of one draft; the bonus of an accepted one is drawn at the next step instead.
+            p, x = probs[has_draft], drafts[has_draft]
+            matches, following = rejection_sample(
+                x[:, None], proposal.candidate_probs[where][:, None], torch.stack([p, p], dim=1)
+            )
+            chosen[has_draft] = torch.where(matches > 0, x, following)
+        return chosen.tolist(), (chosen == drafts).tolist()
