@@ -172,7 +172,7 @@ class _Run:
         dataset = self._dataset(target_model, drafter)
         trainer, decisions = self._trainer(target_model, drafter, dataset)
         self._record(trainer, drafter, decisions)
-        self._train(trainer, decisions)
+        self._train(trainer)
 
     def _say(self, text: str) -> None:
         self.console.print(f"{text} ...", highlight=False, markup=False)
@@ -247,7 +247,7 @@ class _Run:
         from transformers import PrinterCallback
 
         from ..training.drafter_trainer import DrafterTrainer
-        from ..training.recipes import Situation, decide
+        from ..training.recipes import GIVEN, Decision, Situation, decide
         from ..training.run_records import JsonLinesCallback
         from ..training.trajectory_dataset import split_by_prompt
         from .train_display import ConsoleCallback, decisions_table
@@ -260,6 +260,8 @@ class _Run:
             block_size=drafter.config.block_size,
         )
         decisions = decide(situation, self.given)
+        if self.steps is not None:
+            decisions = [row if row.name != "epochs" else Decision("steps", self.steps, GIVEN) for row in decisions]
         self.console.print(decisions_table(decisions))
         args = self._arguments(decisions, len(train_rows), target_model.device.type, bool(held_out_rows))
         trainer = DrafterTrainer(
@@ -294,13 +296,13 @@ class _Run:
         fields["vocabulary_size"] = fields.get("vocabulary_size") or None  # 0 stands for all tokens
         per_step = values["batch_size"] * values["gradient_accumulation"]
         steps = self.steps or max(round(-(-rows // per_step) * values["epochs"]), 1)
+        fields["max_steps"] = fields.pop("steps", -1)
         fields["warmup_steps"] = min(values["warmup_steps"], steps // 2)
         every = max(steps // _EVALUATIONS, _MINIMUM_STEPS_BETWEEN_EVALUATIONS)
         return DrafterTrainingArguments(
             output_dir=str(self.out / CHECKPOINTS),
             train_only=None if self.only is None else self.only.value.replace("-", "_"),
             teacher=self.teacher,
-            max_steps=self.steps or -1,
             lr_scheduler_type="warmup_stable_decay",
             lr_scheduler_kwargs={
                 "num_decay_steps": min(int(steps * decay_fraction), steps - fields["warmup_steps"]),
@@ -335,7 +337,6 @@ class _Run:
             "held_out": self.held_out,
             "max_tokens": self.max_tokens,
             "teacher": self.teacher,
-            "steps": self.steps,
             "seed": self.seed,
             "drafter": {name: getattr(drafter.config, name) for name in ("num_hidden_layers", "block_size")},
             **{decision.name: decision.value for decision in decisions},
@@ -353,9 +354,10 @@ class _Run:
                 )
         write_run_record(path, sys.argv, settings)
 
-    def _train(self, trainer: DrafterTrainer, decisions: list[Decision]) -> None:
+    def _train(self, trainer: DrafterTrainer) -> None:
         import torch
 
+        from ..embedded_target import without_progress_bars
         from ..training.drafter_trainer import last_complete_checkpoint
         from ..training.estimates import estimate_training
         from .train_display import describe_estimate, results_table
@@ -364,12 +366,17 @@ class _Run:
         checkpoint = last_complete_checkpoint(self.out / CHECKPOINTS) if self.resume else None
         if checkpoint is not None:
             self.console.print(f"Resuming from {checkpoint.name}.", highlight=False)
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        with without_progress_bars():
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if trainer.eval_dataset is not None:
-            metrics = trainer.evaluate()
+            # Trained to the end, the last evaluation was just now; resumed at the end, there was none.
+            entries = [entry for entry in trainer.state.log_history if "eval_acceptance_length" in entry]
+            is_fresh = bool(entries) and entries[-1]["step"] == trainer.state.global_step
+            metrics = entries[-1] if is_fresh else trainer.evaluate()
             (self.out / METRICS_FILE).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
             self.console.print(results_table(metrics))
         drafter = trainer.accelerator.unwrap_model(trainer.model)
         # What drafters are published in; decoding in bfloat16 rounds the weights the same way.
-        drafter.to(torch.bfloat16).save_pretrained(self.out)
+        with without_progress_bars():
+            drafter.to(torch.bfloat16).save_pretrained(self.out)
         self.console.print(f"The drafter is in {self.out}.", highlight=False)

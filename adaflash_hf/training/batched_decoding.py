@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import InvalidInputError
+from ..generation.context_features import concatenate_context_features, hidden_states_to_request
 from ..generation.target_runner import cache_argument_name
 
 
@@ -290,13 +291,14 @@ class _RunningBatch:
             attention_mask=self.slot_mask[: self.live, : self.width + self.steps],
             position_ids=positions,
             use_cache=True,
-            output_hidden_states=[layer_id + 1 for layer_id in layer_ids] if layer_ids else False,
+            output_hidden_states=hidden_states_to_request(layer_ids) if layer_ids else False,
             logits_to_keep=1,
             **{self._cache_name: self.cache},
         )
         features = None
         if layer_ids:
-            features = torch.cat([output.hidden_states[layer_id + 1] for layer_id in layer_ids], dim=-1)
+            depth = self.model.config.get_text_config().num_hidden_layers
+            features = concatenate_context_features(output.hidden_states, layer_ids, depth)
         return output.logits[:, -1], features
 
     def _keep_cache_rows(self, moves: Sequence[tuple[int, int]]) -> None:

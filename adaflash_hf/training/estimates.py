@@ -41,7 +41,7 @@ class TrainingEstimate:
 
 def estimate_training(trainer: DrafterTrainer) -> TrainingEstimate:
     """
-    Time two forward and backward passes of the first batch and count the weights; nothing is updated.
+    Time two passes of the first batch and two updates, and count the weights; no weight changes.
 
     Args:
         trainer (`DrafterTrainer`):
@@ -51,13 +51,13 @@ def estimate_training(trainer: DrafterTrainer) -> TrainingEstimate:
     dataset = trainer.train_dataset
     loader = DataLoader(dataset, batch_size=args.per_device_train_batch_size, collate_fn=trainer.data_collator)
     batch = trainer._prepare_inputs(next(iter(loader)))
-    batch_s = min(_timed_pass(trainer, batch) for _ in range(2))
+    batch_s, update_s = _timed_step(trainer, batch)
     trainer.reset_train_metrics()
 
     batches = -(-len(dataset) // (args.per_device_train_batch_size * args.world_size))
     steps_per_epoch = max(-(-batches // args.gradient_accumulation_steps), 1)
     steps = args.max_steps if args.max_steps > 0 else round(steps_per_epoch * args.num_train_epochs)
-    step_s = batch_s * args.gradient_accumulation_steps
+    step_s = batch_s * args.gradient_accumulation_steps + update_s
     trainable = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     # Muon keeps one average per matrix, Adam two per parameter.
     states = sum(p.numel() * (1 if args.use_muon and p.ndim == 2 else 2) for p in trainable)
@@ -72,24 +72,34 @@ def estimate_training(trainer: DrafterTrainer) -> TrainingEstimate:
     )
 
 
-def _timed_pass(trainer: DrafterTrainer, batch: dict[str, torch.Tensor]) -> float:
+def _timed_step(trainer: DrafterTrainer, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Seconds of one batch forward and back, and of one update; the better of two, since the first warms up."""
     model = trainer.model
     model.train()
-    _synchronize(model)
-    begin = time.perf_counter()
-    with trainer.compute_loss_context_manager():
-        loss = trainer.compute_loss(model, batch)
-    assert isinstance(loss, torch.Tensor)
-    loss.backward()
-    _synchronize(model)
-    seconds = time.perf_counter() - begin
-    model.zero_grad(set_to_none=True)
-    return seconds
+    optimizer = trainer.create_optimizer()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0  # all the work of an update, and no change
+    batch_s, update_s = [], []
+    for _ in range(2):
+        begin = _now(model)
+        with trainer.compute_loss_context_manager():
+            loss = trainer.compute_loss(model, batch)
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        middle = _now(model)
+        optimizer.step()
+        batch_s.append(middle - begin)
+        update_s.append(_now(model) - middle)
+        model.zero_grad(set_to_none=True)
+    # Its averages hold this batch; the run must start with none.
+    trainer.optimizer = None
+    return min(batch_s), min(update_s)
 
 
-def _synchronize(model: torch.nn.Module) -> None:
+def _now(model: torch.nn.Module) -> float:
     if next(model.parameters()).is_cuda:
         torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _bytes_of(model: torch.nn.Module) -> int:

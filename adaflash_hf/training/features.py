@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..errors import InvalidInputError
+from ..generation.context_features import concatenate_context_features, hidden_states_to_request
 
 
 if TYPE_CHECKING:
@@ -58,12 +59,12 @@ def compute_target_features(
         with_final (`bool`, *optional*, defaults to `False`):
             Whether to return the input of the LM head as well.
     """
-    last = target_model.config.get_text_config().num_hidden_layers
-    # transformers' last hidden state is the one after the final norm.
-    wanted = [layer_id + 1 for layer_id in layer_ids] + ([last] if with_final else [])
+    depth = target_model.config.get_text_config().num_hidden_layers
+    wanted = hidden_states_to_request([*layer_ids, depth - 1] if with_final else layer_ids)
     output = target_model(input_ids=input_ids, output_hidden_states=wanted, use_cache=False, logits_to_keep=1)
-    context = torch.cat([output.hidden_states[layer_id + 1] for layer_id in layer_ids], dim=-1)
-    return TargetFeatures(context, output.hidden_states[last] if with_final else None)
+    context = concatenate_context_features(output.hidden_states, layer_ids, depth)
+    # transformers puts the last layer's output there after the final norm.
+    return TargetFeatures(context, output.hidden_states[-1] if with_final else None)
 
 
 def features_path(trajectory_shard: Path) -> Path:

@@ -15,13 +15,14 @@ def decisions(start="scratch", on_cpu=True, has_stored_teacher=True, block_size=
 def test_a_new_drafter_on_a_cpu():
     values = decisions()
     assert values["objective"] == "mixture" and values["divergence"] == "forward_kl" and values["clip"] == "none"
-    assert values["optimizer"] == "muon" and values["learning_rate"] == 2e-3
-    assert values["anchors"] == 48 and values["vocabulary_size"] == 8192 and values["position_decay"] == 4
+    assert values["optimizer"] == "adamw" and values["learning_rate"] == 1e-3 and values["batch_size"] == 2
+    assert values["anchors"] == 64 and values["vocabulary_size"] == 8192 and values["position_decay"] == 4
 
 
 def test_a_new_drafter_on_a_gpu_without_soft_targets():
     values = decisions(on_cpu=False, has_stored_teacher=False, block_size=16)
     assert values["objective"] == "cross_entropy" and "divergence" not in values and "clip" not in values
+    assert values["optimizer"] == "muon" and values["learning_rate"] == 2e-3 and values["vector_learning_rate"] == 1e-3
     assert values["anchors"] == 512 and values["vocabulary_size"] == 0 and values["position_decay"] == 7
 
 
@@ -41,7 +42,7 @@ def test_what_the_user_says_counts_and_is_marked():
     made = decide(Situation("scratch", True, True, 8), {"optimizer": "adamw", "epochs": None, "anchors": 9})
     by_name = {decision.name: decision for decision in made}
     assert by_name["optimizer"][1:] == ("adamw", "given") and by_name["anchors"][1:] == (9, "given")
-    assert by_name["learning_rate"].value == 6e-4 and by_name["epochs"].reason != "given"
+    assert by_name["learning_rate"].value == 1e-3 and by_name["epochs"].reason != "given"
     assert decisions(objective="mixture", divergence="reverse_kl")["clip"] == "entry"
     assert decisions(objective="reverse_kl")["clip_threshold"] == 0.01
 
