@@ -26,6 +26,7 @@ __all__ = [
     "has_linear_attention",
     "remove_slots",
     "restore_recurrent",
+    "rows_by_shift",
     "select_cache_rows",
     "shift_rows",
     "start_recording",
@@ -185,6 +186,11 @@ def remove_slots(cache: Cache, count: int) -> None:
             DynamicLayer.crop(layer, -count)
 
 
+def rows_by_shift(shifts: list[int]) -> dict[int, list[int]]:
+    """Rows that move by the same number of slots; those that stay are left out."""
+    return {shift: [row for row, own in enumerate(shifts) if own == shift] for shift in set(shifts) - {0}}
+
+
 def shift_rows(cache: Cache, shifts: list[int]) -> None:
     """Moves each row's slots inside the used part of the cache; what leaves at one end returns at the other.
 
@@ -192,12 +198,12 @@ def shift_rows(cache: Cache, shifts: list[int]) -> None:
         cache (`Cache`): The target's cache.
         shifts (`list[int]`): Slots to move to the right, per row; negative moves to the left.
     """
-    rows_by_shift = {shift: [row for row, s in enumerate(shifts) if s == shift] for shift in set(shifts) - {0}}
+    groups = rows_by_shift(shifts)
     for layer in cache.layers:
         if not layer.is_initialized:
             continue
         for states in (layer.keys, layer.values):  # (batch_size, num_heads, slots, head_dim)
-            for shift, rows in rows_by_shift.items():
+            for shift, rows in groups.items():
                 states[rows] = torch.roll(states[rows], shift, dims=2)
 
 

@@ -206,26 +206,24 @@ class AdaFlashDecoding:
         no_drafts = Proposal(batch.anchor_positions.new_zeros(len(batch.rows), 0), None, [1] * len(batch.rows))
         logits = batch.first_outputs.logits[:, -1:]
         verdict = self.chooser.choose(logits, no_drafts, self._sequences, batch.rows)
-        finished = []
-        for index, row in enumerate(batch.rows):
-            count, stop = self._commit(row, verdict.tokens[index], verdict.scores[index])
-            self.outputs.add_scores(row, verdict.scores[index], logits[index], count)
-            finished.append(stop)
         batch.first_outputs = None
-        return finished
+        return [self._commit(row, index, verdict, logits)[1] for index, row in enumerate(batch.rows)]
 
-    def _commit(self, row: int, tokens: list[int], scores: Any) -> tuple[int, bool]:
+    def _commit(self, row: int, index: int, verdict: BlockVerdict, logits: torch.Tensor) -> tuple[int, bool]:
         """Appends to a sequence what its stop rules let through."""
+        tokens = verdict.tokens[index]
         count, stop = self.stop_rules.cut(
             tokens,
             self._sequences.length(row),
             row,
             self._sequences.prefixes,
-            lambda count: self.outputs.scores_so_far(row, scores[:count]),
+            lambda count: self.outputs.scores_so_far(row, verdict.scores[index][:count]),
         )
         self._sequences.append(row, tokens[:count])
         if self._steps is not None:
             self._steps.add(row, tokens[:count], stop)
+        if self.outputs.wants_scores or self.outputs.wants_logits:
+            self.outputs.add_scores(row, verdict.scores[index], logits[index], count)
         return count, stop
 
     def _longest_verify(self, batch: _RaggedBatch, finished: list[bool]) -> int:
@@ -263,28 +261,22 @@ class AdaFlashDecoding:
         logits = outputs.logits.to(block_ids.device)
         verdict = self.chooser.choose(logits, proposal, self._sequences, batch.rows, finished)
         kept, now_finished = [], []
+        windows = runner.attention_windows if self.outputs.wants_attentions else None
         for index, row in enumerate(batch.rows):
             if finished[index]:
                 kept.append(0)
                 now_finished.append(True)
                 continue
-            count, stop = self._commit_round(generator, row, index, verdict, block_ids.shape[1])
-            self.outputs.add_scores(row, verdict.scores[index], logits[index], count)
-            self.outputs.add_states(row, index, outputs, count, runner.attention_windows)
+            count, stop = self._commit(row, index, verdict, logits)
+            accepted = min(verdict.accepted[index], count)
+            self.recorder.count_round(block_ids.shape[1], accepted, count)
+            generator.length_policy.observe(block_ids.shape[1], accepted)
+            self.outputs.add_states(row, index, outputs, count, windows)
             kept.append(count)
             now_finished.append(stop)
         self._learn(generator, batch, outputs, kept)
         runner.commit(kept)
         return now_finished
-
-    def _commit_round(
-        self, generator: AdaFlashCandidateGenerator, row: int, index: int, verdict: BlockVerdict, verify_length: int
-    ) -> tuple[int, bool]:
-        count, stop = self._commit(row, verdict.tokens[index], verdict.scores[index])
-        accepted = min(verdict.accepted[index], count)
-        self.recorder.count_round(verify_length, accepted, count)
-        generator.length_policy.observe(verify_length, accepted)
-        return count, stop
 
     def _learn(
         self, generator: AdaFlashCandidateGenerator, batch: _RaggedBatch, outputs: Any, kept: list[int]

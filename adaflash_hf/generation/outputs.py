@@ -117,6 +117,8 @@ class OutputCollector:
             count (`int`): Rows to keep.
             windows (`list`, *optional*): See [`TargetRunner.attention_windows`].
         """
+        if not (self.wants_hidden_states or self.wants_attentions):
+            return
         for step in range(count):
             if self.wants_hidden_states:
                 states = tuple(layer[index : index + 1, step : step + 1].clone() for layer in outputs.hidden_states)

@@ -31,7 +31,7 @@ class SequenceBatch:
         self._prompt = input_ids
         self._generated: list[list[int]] = [[] for _ in range(input_ids.shape[0])]
         self._ids = input_ids
-        self._written = [0] * input_ids.shape[0]  # generated tokens of each row that `_ids` holds
+        self._unwritten: dict[int, int] = {}  # first generated token of a row that `_ids` lacks
 
     def __len__(self) -> int:
         return len(self._generated)
@@ -47,6 +47,7 @@ class SequenceBatch:
 
     def append(self, row: int, tokens: list[int]) -> None:
         """Adds tokens to a row."""
+        self._unwritten.setdefault(row, len(self._generated[row]))
         self._generated[row].extend(tokens)
 
     def last_ids(self, rows: list[int]) -> torch.Tensor:
@@ -78,13 +79,13 @@ class SequenceBatch:
         Returns:
             `torch.Tensor` of shape `(batch_size, length)`: A view that is valid until the next call.
         """
-        self._reserve(length)
-        for row in range(len(self)):
-            self._write(row)
-        for row, tokens in pending.items():
-            if tokens:
-                begin = self.length(row)
-                self._ids[row, begin : begin + len(tokens)] = torch.tensor(tokens, device=self._ids.device)
+        self._reserve(max(length, self.longest))
+        committed = {
+            row: (self._prompt_length + begin, self._generated[row][begin:]) for row, begin in self._unwritten.items()
+        }
+        self._unwritten.clear()
+        self._write(committed)
+        self._write({row: (self.length(row), tokens) for row, tokens in pending.items()})
         return self._ids[:, :length]
 
     def _reserve(self, length: int) -> None:
@@ -93,13 +94,14 @@ class SequenceBatch:
             grown[:, : self._ids.shape[1]] = self._ids
             self._ids = grown
 
-    def _write(self, row: int) -> None:
-        new = self._generated[row][self._written[row] :]
-        if new:
-            self._reserve(self.length(row))
-            begin = self._prompt_length + self._written[row]
-            self._ids[row, begin : begin + len(new)] = torch.tensor(new, device=self._ids.device)
-            self._written[row] += len(new)
+    def _write(self, tokens_of: dict[int, tuple[int, list[int]]]) -> None:
+        """Puts each row's tokens from its column on into `_ids`; rows that write the same columns do so together."""
+        groups: dict[tuple[int, int], list[int]] = {}
+        for row, (begin, tokens) in tokens_of.items():
+            groups.setdefault((begin, begin + len(tokens)), []).append(row)
+        for (begin, end), rows in groups.items():
+            new = torch.tensor([tokens_of[row][1] for row in rows], dtype=self._ids.dtype, device=self._ids.device)
+            self._ids[rows, begin:end] = new
 
     def build(self) -> torch.Tensor:
         """Final ids of shape `(batch_size, longest)`, short rows padded on the right."""

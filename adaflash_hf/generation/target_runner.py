@@ -17,6 +17,7 @@ from .cache_rollback import (
     has_linear_attention,
     remove_slots,
     restore_recurrent,
+    rows_by_shift,
     select_cache_rows,
     shift_rows,
     start_recording,
@@ -88,6 +89,7 @@ class TargetRunner:
         self._has_sliding_window = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in cache.layers)
         self._recording: list[DynamicSlidingWindowLayer] = []
         self._slot_mask: torch.Tensor | None = model_kwargs.get("attention_mask")
+        self._device = torch.device("cpu")  # of the ids, known from the prompt on
         self._cached: list[int] = []  # slots of each row that count, the prompt's own padding included
         self._next_position: torch.Tensor | None = None  # (..., batch_size, 1), absent if the model takes no positions
         self._block: torch.Tensor | None = None
@@ -144,6 +146,7 @@ class TargetRunner:
             with self.recorder.phase("prefill"):
                 outputs = self._prefill_chunk(input_ids, rows_left, min(chunk_size, rows_left), first=begin == 0)
             yield outputs
+        self._device = input_ids.device
         self._cached = [total_slots] * input_ids.shape[0]
         if len(self._cached) > 1 and self._slot_mask is None:
             self._slot_mask = torch.ones(len(self._cached), total_slots, dtype=torch.long, device=input_ids.device)
@@ -214,10 +217,14 @@ class TargetRunner:
             ones = self._slot_mask.new_ones(block_ids.shape)
             kwargs["attention_mask"] = torch.cat([self._slot_mask, ones], dim=1)
         if self._next_position is not None:
-            if self._steps is None or self._steps.shape[0] < length:
-                self._steps = torch.arange(max(length, 32), device=self._next_position.device)
-            kwargs["position_ids"] = self._next_position + self._steps[:length]
+            kwargs["position_ids"] = self._next_position + self._steps_up_to(length)
         return self._forward(block_ids, **kwargs)
+
+    def _steps_up_to(self, length: int) -> torch.Tensor:
+        """0, 1, … `length` - 1, made once."""
+        if self._steps is None or self._steps.shape[0] < length:
+            self._steps = torch.arange(max(length, 32), device=self._device)
+        return self._steps[:length]
 
     def commit(self, kept: list[int]) -> None:
         """Keeps the first `kept[i]` rows of the verified block for sequence i and forgets the rest.
@@ -267,11 +274,10 @@ class TargetRunner:
         if self._has_sliding_window:
             edge = max(edge, before)  # sliding layers have forgotten the slots that a shorter cache would need
         shifts = [edge - before - count for count in kept]
-        mask = torch.cat([self._slot_mask, self._slot_mask.new_ones(len(kept), length)], dim=1)
-        for row, (shift, count) in enumerate(zip(shifts, kept, strict=True)):
-            mask[row, before + count :] = 0
-            if shift:
-                mask[row] = torch.roll(mask[row], shift)
+        is_kept = self._steps_up_to(length) < torch.tensor(kept, device=self._slot_mask.device)[:, None]
+        mask = torch.cat([self._slot_mask, is_kept.to(self._slot_mask.dtype)], dim=1)
+        for shift, rows in rows_by_shift(shifts).items():
+            mask[rows] = torch.roll(mask[rows], shift, dims=1)
         shift_rows(self.cache, shifts)
         remove_slots(self.cache, end - edge)
         self._slot_mask = mask[:, :edge]
