@@ -37,7 +37,7 @@ def run_until_killed(function: Callable[[], None]) -> None:
         torch.set_num_threads(1)  # the threads of the parent's pool do not exist in a fork
         function()
 
-    process = multiprocessing.get_context("fork").Process(target=single_threaded)
+    process = multiprocessing.get_context("fork").Process(target=single_threaded, daemon=True)
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL, process.exitcode

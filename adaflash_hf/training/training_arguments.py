@@ -23,7 +23,8 @@ class DrafterTrainingArguments(TrainingArguments):
     Arguments of [`DrafterTrainer`], besides those of [`~transformers.TrainingArguments`].
 
     Defaults unlike the parent's: `learning_rate` 3e-4, `adam_beta2` 0.95, `per_device_train_batch_size` and
-    `per_device_eval_batch_size` 1, `logging_steps` 10, `remove_unused_columns` false, `label_names` `["labels"]`.
+    `per_device_eval_batch_size` 1, `logging_steps` 10, `remove_unused_columns` false, `label_names` `["labels"]`,
+    `ddp_find_unused_parameters` false.
 
     Args:
         train_only (`str`, *optional*):
@@ -76,6 +77,9 @@ class DrafterTrainingArguments(TrainingArguments):
     logging_steps: float = field(default=10, metadata={"help": "Steps between two log entries."})
     remove_unused_columns: bool | None = field(default=False, metadata={"help": "The collator needs all columns."})
     label_names: list[str] | None = field(default_factory=lambda: ["labels"], metadata={"help": "Keys of labels."})
+
+    # DDP's search starts from the drafter's output, so it would take the length head, applied after it, for unused.
+    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "All of them are used."})
 
     train_only: str | None = field(default=None, metadata={"help": "`drafter` or `length_head`; both by default."})
     objective: str = field(default="mixture", metadata={"help": f"One of {', '.join(OBJECTIVES)}."})

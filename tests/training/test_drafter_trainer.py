@@ -3,23 +3,23 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
+import subprocess
+import sys
 
 import pytest
+import tiny_trainer
 import torch
 from tiny_models import tiny_drafter, tiny_target
+from tiny_trainer import LAYER_IDS, make_trainer, weights_of
 from tiny_trajectories import make_trajectories, run_until_killed
-from torch.utils.data import Subset
 from transformers import TrainerCallback
 
 from adaflash_hf.errors import DrafterCompatibilityError, InvalidInputError
 from adaflash_hf.training.drafter_trainer import DrafterTrainer, last_complete_checkpoint
-from adaflash_hf.training.initialization import attach_length_head
 from adaflash_hf.training.optimizers import MuonWithAdamW
 from adaflash_hf.training.training_arguments import DrafterTrainingArguments
 from adaflash_hf.training.trajectory_dataset import TrajectoryDataset
-
-
-LAYER_IDS = [0, 2]
 
 
 @pytest.fixture(scope="module")
@@ -31,32 +31,6 @@ def target():
 def directory(target, tmp_path_factory):
     path = tmp_path_factory.mktemp("trajectories")
     return make_trajectories(path, target, teacher_top_k=8, capture_layer_ids=tuple(LAYER_IDS))
-
-
-def make_trainer(target, directory, output_dir, *, with_head=False, features=True, callbacks=None, **fields):
-    dataset = TrajectoryDataset(directory, feature_layer_ids=LAYER_IDS if features else None)
-    drafter = tiny_drafter(target, seed=4)
-    if with_head:
-        torch.manual_seed(5)
-        attach_length_head(drafter)
-    defaults = {
-        "output_dir": str(output_dir),
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "anchors_per_trajectory": 6,
-        "per_device_train_batch_size": 2,
-        "num_train_epochs": 3,
-        "learning_rate": 2e-3,
-        "save_strategy": "no",
-        "logging_steps": 2,
-    }
-    args = DrafterTrainingArguments(**{**defaults, **fields})
-    train, held_out = Subset(dataset, range(9)), Subset(dataset, range(9, 12))
-    return DrafterTrainer(drafter, target, args, train, held_out, callbacks)
-
-
-def weights_of(trainer):
-    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
 def changed(before, after):
@@ -160,6 +134,30 @@ def test_killed_and_resumed_gives_the_weights_of_an_uninterrupted_run(target, di
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 9
     assert not changed(weights_of(whole), weights_of(resumed))
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does(target, directory, tmp_path):
+    fields = {"with_head": True, "per_device_train_batch_size": 1, "rows": 8}
+    alone = make_trainer(target, directory, tmp_path, gradient_accumulation_steps=2, **fields)
+    alone.train()
+    expected = alone.evaluate()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    command = [sys.executable, tiny_trainer.__file__, str(directory), str(tmp_path)]
+    processes = [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)
+    ]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    (weights, metrics), (other_weights, other_metrics) = (torch.load(tmp_path / f"rank{rank}") for rank in range(2))
+    assert not changed(weights, other_weights)
+    for name, value in weights_of(alone).items():
+        # Averaged across processes instead of added up over batches.
+        torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=1e-4)
+    for name in ("eval_blocks", "eval_acceptance_length", "eval_loss", "eval_length_head_error"):
+        assert metrics[name] == other_metrics[name] == pytest.approx(expected[name], rel=1e-4)
 
 
 def test_resuming_without_a_checkpoint_starts_anew(target, directory, tmp_path):
