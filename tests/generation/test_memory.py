@@ -1,0 +1,82 @@
+"""How much of the target's hidden states is alive while a long answer is decoded."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from plain_comparison import prompt
+from tiny_models import HIDDEN_SIZE, tiny_drafter, tiny_target
+from torch import nn
+
+
+NEW_TOKENS = 2_000
+NUM_LAYERS = 2
+TARGET_LAYER_IDS = [0]
+BLOCK_SIZE = 6
+
+
+class Watch:
+    """Weak references to everything that carries hidden states, looked at whenever the target starts a forward."""
+
+    def __init__(self, target: nn.Module, drafter: nn.Module) -> None:
+        self.layer_outputs: list[weakref.ref] = []
+        self.features: list[weakref.ref] = []
+        self.forwards = 0
+        self.returned: set[tuple[bool, ...]] = set()
+        self.most_rows = 0
+        target.register_forward_pre_hook(self.before_target, with_kwargs=True)
+        target.register_forward_hook(self.after_target)
+        drafter.register_forward_pre_hook(self.before_drafter, with_kwargs=True)
+        for layer in target.model.layers:
+            layer.register_forward_hook(self.after_layer)
+
+    def before_target(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        assert not any(ref() is not None for ref in self.layer_outputs), "hidden states outlived their round"
+        assert not any(ref() is not None for ref in self.features), "features outlived the draft made from them"
+        self.layer_outputs.clear()
+        self.features.clear()
+        self.forwards += 1
+        if self.forwards % 500 == 0:
+            assert hidden_tensors_alive() == 0
+
+    def after_layer(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.layer_outputs.append(weakref.ref(output[0] if isinstance(output, tuple) else output))
+
+    def after_target(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.returned.add(tuple(states is not None for states in output.hidden_states))
+        if self.forwards > 1:
+            self.most_rows = max(self.most_rows, *(s.shape[1] for s in output.hidden_states if s is not None))
+
+    def before_drafter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.features.append(weakref.ref(kwargs["context_hidden_states"]))
+
+
+def hidden_tensors_alive() -> int:
+    """Tensors as wide as hidden states or features, but for the drafter's mask embeddings, made once per call."""
+    widths = (HIDDEN_SIZE, HIDDEN_SIZE * len(TARGET_LAYER_IDS))
+    tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dim() == 3 and o.shape[-1] in widths]
+    return sum(tensor.shape[1] != BLOCK_SIZE - 1 for tensor in tensors)
+
+
+def test_two_thousand_tokens() -> None:
+    target = tiny_target("llama", num_hidden_layers=NUM_LAYERS, max_position_embeddings=4096)
+    drafter = tiny_drafter(target, num_hidden_layers=1, target_layer_ids=TARGET_LAYER_IDS, block_size=BLOCK_SIZE)
+    watch = Watch(target, drafter)
+    ids = target.generate(prompt(300), max_new_tokens=NEW_TOKENS, do_sample=False, assistant_model=drafter)
+    assert ids.shape[1] == 300 + NEW_TOKENS
+    assert watch.forwards == drafter.last_generation_stats.target_forwards
+    assert watch.most_rows <= BLOCK_SIZE
+    # Hidden states came back of the captured layers and of no others.
+    (returned,) = watch.returned
+    assert sum(returned) == len(TARGET_LAYER_IDS)
+
+
+def test_chunked_prefill_holds_one_chunk() -> None:
+    target = tiny_target("llama", num_hidden_layers=NUM_LAYERS)
+    drafter = tiny_drafter(target, num_hidden_layers=1, target_layer_ids=TARGET_LAYER_IDS, block_size=BLOCK_SIZE)
+    watch = Watch(target, drafter)
+    target.generate(prompt(60), max_new_tokens=6, do_sample=False, assistant_model=drafter, prefill_chunk_size=16)
+    assert watch.forwards >= 5

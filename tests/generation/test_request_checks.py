@@ -1,0 +1,143 @@
+"""What cannot be served is refused with an error of the library before the target has run once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from plain_comparison import CACHE_NAME, exact_target, prompt, ragged_batch, rows_per_forward
+from tiny_models import tiny_drafter
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig, MambaConfig, T5Config
+from transformers.cache_utils import QuantizedLayer
+
+from adaflash_hf import AdaFlashError, DrafterCompatibilityError, InvalidInputError, UnsupportedGenerationError
+
+
+def assert_refused(target: Any, error: type[AdaFlashError], message: str, inputs: Any = None, **kwargs: Any) -> None:
+    """The call fails as it should, without a forward pass of the target and without a streamed token."""
+    rows = rows_per_forward(target)
+    kwargs = {"assistant_model": tiny_drafter(), "max_new_tokens": 4, **kwargs}
+    with pytest.raises(error, match=message):
+        target.generate(**(inputs or {"inputs": prompt()}), **kwargs)
+    assert rows == []
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_beams": 2}, "`num_beams` is 2"),
+        ({"prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens` is 3"),
+        ({"use_cache": False}, "`use_cache` is False"),
+        ({"token_healing": True}, "`token_healing` is on"),
+        ({"custom_generate": lambda *args, **kwargs: None}, "`custom_generate` and a DFlash drafter"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options_that_cannot_be_combined(kwargs: dict[str, Any], message: str) -> None:
+    assert_refused(exact_target(), UnsupportedGenerationError, message, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"draft_proposal": "greedy"}, r"`draft_proposal` is 'greedy', expected one of \('argmax', 'sample'\)"),
+        ({"length_policy": "longest"}, "`length_policy` is 'longest'"),
+        ({"length_policy": "length_head"}, "has none"),
+        ({"speculation_type": "eagle"}, "`speculation_type` is 'eagle'"),
+    ],
+    ids=lambda value: "=".join(next(iter(value.items()))) if isinstance(value, dict) else "",
+)
+def test_values_that_are_not_allowed(kwargs: dict[str, Any], message: str) -> None:
+    assert_refused(exact_target(), InvalidInputError, message, **kwargs)
+
+
+def test_drafter_arguments_without_a_drafter() -> None:
+    with pytest.raises(ValueError, match="length_policy"):
+        exact_target().generate(prompt(), max_new_tokens=4, length_policy="fixed")
+
+
+def test_right_padding() -> None:
+    inputs = ragged_batch((4, 6))
+    right_padded = {name: torch.stack([value[0].roll(-2), value[1]]) for name, value in inputs.items()}
+    assert_refused(exact_target(), InvalidInputError, "Row 0 of `attention_mask` ends in padding", right_padded)
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (2, 0)])
+def test_empty_prompt(shape: tuple[int, int]) -> None:
+    assert_refused(
+        exact_target(), InvalidInputError, "The prompt is empty", {"inputs": torch.zeros(shape, dtype=torch.long)}
+    )
+
+
+def test_attentions_of_a_batch() -> None:
+    target = exact_target(attn_implementation="eager")
+    outputs = {"return_dict_in_generate": True, "output_attentions": True}
+    assert_refused(target, UnsupportedGenerationError, "`output_attentions` is on", ragged_batch(), **outputs)
+
+
+def test_processor_with_the_state_of_a_batch() -> None:
+    assert_refused(exact_target(), UnsupportedGenerationError, "batch of 4", ragged_batch(), guidance_scale=1.5)
+
+
+def test_quantised_cache() -> None:
+    class EightBit(QuantizedLayer):
+        def _quantize(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+            return tensor
+
+        def _dequantize(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor
+
+    cache = transformers.DynamicCache()
+    cache.layers = [EightBit() for _ in range(4)]
+    assert_refused(exact_target(), UnsupportedGenerationError, "EightBit, which cannot forget", **{CACHE_NAME: cache})
+
+
+def test_encoder_decoder_target() -> None:
+    target = AutoModelForSeq2SeqLM.from_config(
+        T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4, vocab_size=96, decoder_start_token_id=0)
+    )
+    assert_refused(target, DrafterCompatibilityError, "encoder-decoder")
+
+
+def test_target_that_does_not_fit() -> None:
+    assert_refused(exact_target(num_hidden_layers=3), DrafterCompatibilityError, "`num_target_layers` = 4")
+
+
+def test_purely_recurrent_target() -> None:
+    config = MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=4, state_size=4, tie_word_embeddings=False)
+    target = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert_refused(target, UnsupportedGenerationError, "recurrent layers|makes no `Cache`")
+
+
+class TestLockstep:
+    """Ranks that wait for each other need the same number of forward passes."""
+
+    def test_recurrent_target(self) -> None:
+        target = exact_target("qwen3_next")
+        drafter = tiny_drafter(target)
+        assert_refused(
+            target,
+            UnsupportedGenerationError,
+            "`synced_gpus` needs the same",
+            synced_gpus=True,
+            assistant_model=drafter,
+        )
+
+    def test_guidance(self) -> None:
+        assert_refused(
+            exact_target(), UnsupportedGenerationError, "`guidance_scale` runs", synced_gpus=True, guidance_scale=1.5
+        )
+
+
+def test_recurrent_batch_with_a_cache() -> None:
+    target = exact_target("qwen3_next")
+    cache = transformers.DynamicCache(config=target.config)
+    kwargs = {"assistant_model": tiny_drafter(target), CACHE_NAME: cache}
+    assert_refused(target, UnsupportedGenerationError, "`cache` was passed for a batch of 4", ragged_batch(), **kwargs)
+
+
+def test_option_from_a_generation_config() -> None:
+    config = GenerationConfig(max_new_tokens=4, num_beams=3)
+    assert_refused(exact_target(), UnsupportedGenerationError, "`num_beams` is 3", generation_config=config)
