@@ -63,7 +63,7 @@ def rejection_sample(
 
     rows = torch.arange(candidate_ids.shape[0], device=candidate_ids.device)
     p_next = target_probs[rows, num_matches]  # (batch_size, vocab_size)
-    padded_q = torch.cat([candidate_probs, torch.zeros_like(candidate_probs[:, :1])], dim=1)
+    padded_q = torch.nn.functional.pad(candidate_probs, (0, 0, 0, 1))  # after the last draft nothing was proposed
     residual = (p_next - padded_q[rows, num_matches]).clamp(min=0)
     # A residual of zero mass means p == q up to rounding, where a rejection has probability zero: p itself is exact.
     mass = residual.sum(dim=-1, keepdim=True)

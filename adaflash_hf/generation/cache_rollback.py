@@ -12,6 +12,7 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
     StaticLayer,
 )
@@ -64,10 +65,10 @@ def check_cache_can_roll_back(cache: Any, batch_size: int, use_cache: bool = Tru
             f"{reason}, but speculative decoding needs the target's cache. Leave `use_cache` on and pass "
             "`cache=DynamicCache(config=target.config)` if need be, or call `generate()` without `assistant_model`."
         )
-    if not isinstance(cache, Cache):
+    if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         raise UnsupportedGenerationError(
-            f"`cache` is a {type(cache).__name__}, expected a `transformers.Cache`. Pass a `DynamicCache`, or let "
-            "`generate()` make one."
+            f"`cache` is a {type(cache).__name__}, expected the `transformers.Cache` of a decoder. Pass a "
+            "`DynamicCache`, or let `generate()` make one."
         )
     if cache.layers and not any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         raise UnsupportedGenerationError(

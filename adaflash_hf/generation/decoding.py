@@ -196,10 +196,12 @@ class AdaFlashDecoding:
             end = runner.num_slots
             used = None if mask is None else mask[:, done:end].bool()
             generator.extend_context(outputs.hidden_states, positions[:, done:end], used)
+            last_outputs = outputs if end == total else None
             done = end
+            del outputs  # the next chunk must not find this one's hidden states still there
         for index, row in enumerate(rows):
-            self.outputs.add_prefill_states(row, index, outputs)
-        return outputs, positions[:, -1] + 1
+            self.outputs.add_prefill_states(row, index, last_outputs)
+        return last_outputs, positions[:, -1] + 1
 
     def _start(self, batch: _RaggedBatch) -> list[bool]:
         """Commits the token that the prefill itself predicts."""

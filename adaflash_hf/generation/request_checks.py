@@ -14,7 +14,7 @@ from ..errors import InvalidInputError, UnsupportedGenerationError
 from .cache_rollback import has_linear_attention
 
 
-__all__ = ["check_request"]
+__all__ = ["check_prompt_is_given", "check_request"]
 
 
 def check_request(
@@ -41,7 +41,7 @@ def check_request(
 
     Raises:
         UnsupportedGenerationError: If an option cannot be honoured.
-        InvalidInputError: If the prompt is empty or padded on the right.
+        InvalidInputError: If the prompt is padded on the right.
     """
     if (config.num_beams or 1) > 1:
         raise UnsupportedGenerationError(
@@ -54,7 +54,7 @@ def check_request(
                 f"`{name}` is {getattr(config, name)!r} and `assistant_model` is a DFlash drafter: choose one way of "
                 "decoding."
             )
-    _check_prompt(model_kwargs, input_ids)
+    _check_padding(model_kwargs.get("attention_mask"))
     if config.output_attentions and config.return_dict_in_generate and input_ids.shape[0] > 1:
         raise UnsupportedGenerationError(
             f"`output_attentions` is on for a batch of {input_ids.shape[0]}: rows that accept different numbers of "
@@ -84,10 +84,25 @@ def _check_lockstep(model: PreTrainedModel, cache: Cache, logits_processor: Logi
         )
 
 
-def _check_prompt(model_kwargs: dict[str, Any], input_ids: torch.Tensor) -> None:
-    if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
-        raise InvalidInputError("The prompt is empty. Pass at least one token, for example the BOS token.")
-    mask = model_kwargs.get("attention_mask")
+def check_prompt_is_given(inputs: torch.Tensor | None, model_kwargs: dict[str, Any]) -> None:
+    """Refuses an empty prompt, over which `generate()` itself stumbles with an index error.
+
+    Args:
+        inputs (`torch.Tensor`, *optional*): Argument of `generate()`.
+        model_kwargs (`dict`): Its further arguments.
+
+    Raises:
+        InvalidInputError: If there are ids but no columns of them, and no embeddings.
+    """
+    ids = inputs if inputs is not None else model_kwargs.get("input_ids")
+    if ids is not None and ids.shape[-1] == 0 and model_kwargs.get("inputs_embeds") is None:
+        raise InvalidInputError(
+            f"The prompt is empty: `input_ids` has shape {tuple(ids.shape)}. Pass at least one token, for example the "
+            "BOS token."
+        )
+
+
+def _check_padding(mask: torch.Tensor | None) -> None:
     if mask is None:
         return
     if mask.ndim != 2:

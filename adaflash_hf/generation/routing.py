@@ -15,6 +15,7 @@ from ..errors import InvalidInputError, UnsupportedGenerationError
 from .compatibility import check_drafter_fits_target, unwrap_model
 from .decoding import AdaFlashDecoding
 from .length_policies import LengthPolicy, build_length_policy
+from .request_checks import check_prompt_is_given
 
 
 __all__ = ["generate_with_drafter", "install_routing", "is_routing_active", "uninstall_routing"]
@@ -174,6 +175,7 @@ def generate_with_drafter(
             "`token_healing` is on, but it is not available with a drafter. Heal the prompt first: "
             "`input_ids = target.heal_tokens(input_ids, tokenizer)`."
         )
+    check_prompt_is_given(inputs, kwargs)
     kwargs.pop("speculation_type", None)
     kwargs.pop("assistant_tokenizer", None)  # drafter and target share one vocabulary
     generation_config, stopping_criteria = _take_stop_strings(model, generation_config, stopping_criteria, kwargs)

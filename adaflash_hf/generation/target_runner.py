@@ -146,6 +146,7 @@ class TargetRunner:
             with self.recorder.phase("prefill"):
                 outputs = self._prefill_chunk(input_ids, rows_left, min(chunk_size, rows_left), first=begin == 0)
             yield outputs
+            del outputs  # the next chunk must not find this one's hidden states still there
         self._device = input_ids.device
         self._cached = [total_slots] * input_ids.shape[0]
         if len(self._cached) > 1 and self._slot_mask is None:
