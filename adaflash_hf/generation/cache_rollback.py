@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
+    QuantizedLayer,
     StaticLayer,
 )
 from transformers.configuration_utils import PreTrainedConfig
@@ -87,7 +88,9 @@ def check_cache_can_roll_back(cache: Any, batch_size: int, use_cache: bool = Tru
 
 
 def _check_layer_can_roll_back(layer: CacheLayerMixin, batch_size: int) -> None:
-    if not layer.is_croppable and not isinstance(layer, StaticLayer):
+    # Quantised layers inherit a `crop` that is wrong for them, and before transformers 5.24 do not say so.
+    can_crop = layer.is_croppable and not isinstance(layer, QuantizedLayer)
+    if not can_crop and not isinstance(layer, StaticLayer):
         raise UnsupportedGenerationError(
             f"`cache` has layers of type {type(layer).__name__}, which cannot forget rejected tokens. Use the "
             "default dynamic cache (`cache_implementation=None`), or generate without `assistant_model`."
