@@ -144,11 +144,11 @@ def _row_of(steps: Any, row: int) -> Any:
 
 
 def rows_per_forward(model: nn.Module) -> list[int]:
-    """A list that grows by the number of query rows of each forward pass from now on."""
+    """A list that grows by the number of query rows of each forward pass from now on; `model` must not be shared."""
     rows: list[int] = []
 
     def record(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        source = kwargs.get("input_ids")
+        source = args[0] if args else kwargs.get("input_ids")
         rows.append((kwargs["inputs_embeds"] if source is None else source).shape[1])
 
     model.register_forward_pre_hook(record, with_kwargs=True)

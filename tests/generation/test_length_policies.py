@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_comparison import generate, oracle_for, prompt, ragged_batch, rows_per_forward, shared_target
+from plain_comparison import exact_target, generate, oracle_for, prompt, ragged_batch, rows_per_forward, shared_target
 from tiny_models import tiny_drafter
 
 from adaflash_hf import FixedLengthPolicy, InvalidInputError, LengthHeadPolicy, LengthPolicy
@@ -121,7 +121,7 @@ def test_any_schedule_is_exact(ragged: bool) -> None:
 
 
 def test_verified_rows_follow_the_policy() -> None:
-    target = shared_target()
+    target = exact_target()
     expected = generate(target, prompt(), max_new_tokens=12)
     drafter = oracle_for(target, prompt(), expected, wrong_every=None, block_size=8)
     rows = rows_per_forward(target)
