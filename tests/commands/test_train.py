@@ -107,3 +107,10 @@ def test_wrong_usage_is_one_line(directory, tmp_path, capsys, arguments, message
     assert run(directory, tmp_path / "out", *arguments) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+def test_help_names_every_option(capsys):
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for option in ("--trajectories", "--init", "--only", "--objective", "--anchors", "--features", "--resume"):
+        assert option in shown

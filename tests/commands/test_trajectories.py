@@ -82,3 +82,8 @@ def test_layer_ids():
     assert parse_layer_ids("1, 8,14") == [1, 8, 14] and parse_layer_ids(None) is None
     with pytest.raises(InvalidInputError):
         parse_layer_ids("1;2")
+
+
+def test_help(capsys):
+    assert main(["trajectories", "--help"]) == 0
+    assert "--prompts" in capsys.readouterr().out
