@@ -155,14 +155,11 @@ def test_adapted_drafter() -> None:
     assert drafter.last_generation_stats.acceptance_length > 2
 
 
-@pytest.mark.parametrize("is_adapted", [False, True])
-def test_compiled_drafter(is_adapted: bool) -> None:
+def test_compiled_adapted_drafter() -> None:
     torch._dynamo.reset()
     target, expected = shared_target(), short_answer_of("qwen3", "one", 4)
-    drafter = tiny_drafter(target, num_hidden_layers=1)
-    if is_adapted:
-        drafter = get_peft_model(drafter, LoraConfig(target_modules=["fc"]))
-    drafter = torch.compile(drafter, backend="eager", dynamic=True)
+    adapted = get_peft_model(tiny_drafter(target, num_hidden_layers=1), LoraConfig(target_modules=["fc"]))
+    drafter = torch.compile(adapted, backend="eager", dynamic=True)
     actual = generate(target, prompt(), max_new_tokens=4, assistant_model=drafter)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     assert drafter.last_generation_stats.rounds > 0

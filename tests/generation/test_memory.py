@@ -7,15 +7,18 @@ import weakref
 from typing import Any
 
 import torch
-from plain_comparison import prompt
-from tiny_models import HIDDEN_SIZE, tiny_drafter, tiny_target
+from oracle_drafter import oracle_drafter
+from plain_comparison import exact_target, prompt
+from tiny_models import HIDDEN_SIZE, tiny_drafter
 from torch import nn
+from transformers import PreTrainedModel
 
 
 NEW_TOKENS = 2_000
 NUM_LAYERS = 2
 TARGET_LAYER_IDS = [0]
-BLOCK_SIZE = 6
+BLOCK_SIZE = 16
+PROMPT = prompt(150)
 
 
 class Watch:
@@ -39,7 +42,7 @@ class Watch:
         self.layer_outputs.clear()
         self.features.clear()
         self.forwards += 1
-        if self.forwards % 500 == 0:
+        if self.forwards % 50 == 0:
             assert hidden_tensors_alive() == 0
 
     def after_layer(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -61,13 +64,27 @@ def hidden_tensors_alive() -> int:
     return sum(tensor.shape[1] != BLOCK_SIZE - 1 for tensor in tensors)
 
 
+@torch.no_grad()
+def memoryless_target() -> tuple[PreTrainedModel, list[int]]:
+    """A target without attention, whose every token depends on the last alone, and what it answers to the prompt."""
+    target = exact_target("llama", num_hidden_layers=NUM_LAYERS)
+    for layer in target.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+    successors = target(torch.arange(target.config.vocab_size)[:, None]).logits[:, 0].argmax(dim=-1).tolist()
+    answer = PROMPT[0].tolist()
+    for _ in range(NEW_TOKENS):
+        answer.append(successors[answer[-1]])
+    return target, answer
+
+
 def test_two_thousand_tokens() -> None:
-    target = tiny_target("llama", num_hidden_layers=NUM_LAYERS, max_position_embeddings=4096)
-    drafter = tiny_drafter(target, num_hidden_layers=1, target_layer_ids=TARGET_LAYER_IDS, block_size=BLOCK_SIZE)
+    target, answer = memoryless_target()
+    layout = {"num_hidden_layers": 1, "target_layer_ids": TARGET_LAYER_IDS, "block_size": BLOCK_SIZE}
+    drafter = oracle_drafter(target, [answer], wrong_every=11, **layout)
     watch = Watch(target, drafter)
-    ids = target.generate(prompt(300), max_new_tokens=NEW_TOKENS, do_sample=False, assistant_model=drafter)
-    assert ids.shape[1] == 300 + NEW_TOKENS
-    assert watch.forwards == drafter.last_generation_stats.target_forwards
+    ids = target.generate(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, assistant_model=drafter)
+    assert ids[0].tolist() == answer
+    assert watch.forwards == drafter.last_generation_stats.target_forwards > NEW_TOKENS / 11
     assert watch.most_rows <= BLOCK_SIZE
     # Hidden states came back of the captured layers and of no others.
     (returned,) = watch.returned
@@ -75,8 +92,8 @@ def test_two_thousand_tokens() -> None:
 
 
 def test_chunked_prefill_holds_one_chunk() -> None:
-    target = tiny_target("llama", num_hidden_layers=NUM_LAYERS)
+    target = exact_target("llama", num_hidden_layers=NUM_LAYERS)
     drafter = tiny_drafter(target, num_hidden_layers=1, target_layer_ids=TARGET_LAYER_IDS, block_size=BLOCK_SIZE)
     watch = Watch(target, drafter)
-    target.generate(prompt(60), max_new_tokens=6, do_sample=False, assistant_model=drafter, prefill_chunk_size=16)
-    assert watch.forwards >= 5
+    target.generate(PROMPT, max_new_tokens=6, do_sample=False, assistant_model=drafter, prefill_chunk_size=32)
+    assert watch.forwards > 5
