@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,7 +135,9 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         self.drafter = drafter
         self.base_drafter: DFlashDrafterModel = unwrap_model(drafter)
         self.config = self.base_drafter.config
-        self.device = self.base_drafter.device
+        # These are read every round, and a model or a configuration takes its time to find them.
+        self.device, self._dtype = self.base_drafter.device, self.base_drafter.dtype
+        self._block_size, self._embedding_scale = self.config.block_size, self.config.input_embedding_scale
         self.length_policy = length_policy or FixedLengthPolicy()
         self.recorder = recorder or StatisticsRecorder(self.device)
         self._draft_warper = draft_warper
@@ -151,10 +154,13 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Raw rows of the target's embedding matrix, without the scale or norm that the module itself may apply."""
-        with align_module_device(self._input_embeddings):
-            weight = self._input_embeddings.weight
+        module = self._input_embeddings
+        # An offloaded embedding has its weight on the meta device outside its own forward.
+        with align_module_device(module) if hasattr(module, "_hf_hook") else nullcontext():
+            weight = module.weight
             rows = nn.functional.embedding(ids.to(weight.device), weight)
-        return rows.to(device=self.device, dtype=self.base_drafter.dtype) * self.config.input_embedding_scale
+        rows = rows.to(device=self.device, dtype=self._dtype)
+        return rows if self._embedding_scale == 1 else rows * self._embedding_scale
 
     def start(self, batch_size: int, context: DraftContext | None = None) -> None:
         """Begins a batch, with an empty context or the one of an earlier turn."""
@@ -222,7 +228,7 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
             attention_mask=self._attention_mask(block_positions),
             cache=context.cache,
         ).last_hidden_state
-        context.cache.crop(-self.config.block_size)
+        context.cache.crop(-self._block_size)
         return hidden_states
 
     def _attention_mask(self, block_positions: torch.Tensor) -> Any:
@@ -231,6 +237,10 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         layer_types = config.layer_types or ["full_attention"]
         if self.context.is_dense and not config.is_causal and "sliding_attention" not in layer_types:
             return None
+        if "flash" in (config._attn_implementation or ""):
+            # Flash attention takes padding out before it attends, so windows and causality count tokens by themselves.
+            own_block = torch.ones_like(block_positions, dtype=torch.bool)
+            return None if self.context.is_dense else torch.cat([self.context.used, own_block], dim=1)
         used = self.context.used[:, None, None, :]  # (batch_size, 1, 1, num_slots)
         query = block_positions[:, None, :, None]
         key = self.context.positions[:, None, None, :]
@@ -238,7 +248,7 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         causal = (block[:, None] >= block[None, :])[None, None]
         everything = torch.ones_like(causal)
         full_block = causal if config.is_causal else everything
-        context_mask = used.expand(-1, -1, config.block_size, -1)
+        context_mask = used.expand(-1, -1, self._block_size, -1)
         batch = block_positions.shape[0]
 
         def join(context: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -257,7 +267,7 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         """Boolean for sdpa; additive otherwise, which eager attention needs."""
         if self.config._attn_implementation == "sdpa":
             return visible
-        bias = torch.zeros(visible.shape, dtype=self.base_drafter.dtype, device=visible.device)
+        bias = torch.zeros(visible.shape, dtype=self._dtype, device=visible.device)
         return bias.masked_fill(~visible, torch.finfo(bias.dtype).min)
 
     def _project(

@@ -285,12 +285,11 @@ class AdaFlashDecoding:
     ) -> None:
         """Hands the hidden states of the kept rows to the drafter and moves the anchors on."""
         most = max(kept)
-        offsets = torch.arange(most, device=batch.anchor_positions.device)
-        positions = batch.anchor_positions[:, None] + offsets
+        positions = batch.anchor_positions[:, None] + batch.offsets(most)
         used = None
         if min(kept) < most:
-            kept_rows = torch.tensor(kept, device=offsets.device)
-            used = offsets[None, :] < kept_rows[:, None]
+            kept_rows = torch.tensor(kept, device=positions.device)
+            used = batch.offsets(most) < kept_rows[:, None]
             batch.anchor_positions = batch.anchor_positions + kept_rows
         else:
             batch.anchor_positions = batch.anchor_positions + most
@@ -319,6 +318,13 @@ class _RaggedBatch:
         self.rows = list(rows)
         self.first_outputs: Any
         self.first_outputs, self.anchor_positions = prefill
+        self._offsets = torch.arange(64, device=self.anchor_positions.device)
+
+    def offsets(self, count: int) -> torch.Tensor:
+        """0, 1, … `count` - 1."""
+        if count > self._offsets.shape[0]:
+            self._offsets = torch.arange(count, device=self._offsets.device)
+        return self._offsets[:count]
 
     def select(self, indices: list[int]) -> None:
         self.rows = [self.rows[index] for index in indices]

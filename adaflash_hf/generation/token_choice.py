@@ -148,14 +148,19 @@ class TokenChooser:
             no_prefix = torch.zeros(flat.shape[0], 0, dtype=torch.long, device=flat.device)
             logits = self.processor(no_prefix, flat).reshape(batch, length, vocab)
         drafts = proposal.candidate_ids
-        if self.do_sample and proposal.candidate_probs is not None and drafts.shape[1] > 0:
-            accepted, following = rejection_sample(drafts, proposal.candidate_probs, logits.softmax(dim=-1))
-            chosen = torch.cat([drafts, following[:, None]], dim=1).scatter(1, accepted[:, None], following[:, None])
+        num_drafts = drafts.shape[1]
+        # Each branch ends in one `tolist`, the only device synchronisation of a round.
+        if self.do_sample and proposal.candidate_probs is not None and num_drafts > 0:
+            matches, following = rejection_sample(drafts, proposal.candidate_probs, logits.softmax(dim=-1))
+            packed = torch.cat([drafts, following[:, None], matches[:, None]], dim=1).tolist()
+            accepted = [row[-1] for row in packed]
+            tokens = [[*row[:count], row[num_drafts]] for row, count in zip(packed, accepted, strict=True)]
         else:
             chosen = sample_tokens(logits.softmax(dim=-1)) if self.do_sample else logits.argmax(dim=-1)
-            accepted = count_leading_matches(drafts, chosen)
-        packed = torch.cat([accepted[:, None], chosen], dim=1).tolist()  # the only device synchronisation of a round
-        return BlockVerdict([row[1 : row[0] + 2] for row in packed], [row[0] for row in packed], logits)
+            packed = torch.cat([chosen, drafts], dim=1).tolist()
+            accepted = [count_leading_matches(row[length:], row) for row in packed]
+            tokens = [row[: count + 1] for row, count in zip(packed, accepted, strict=True)]
+        return BlockVerdict(tokens, accepted, logits)
 
     def _choose_in_order(
         self,
