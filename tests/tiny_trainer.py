@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from adaflash_hf.training.trajectory_dataset import TrajectoryDataset
 
 
 LAYER_IDS = [0, 2]
+TIMEOUT_S = 90
 
 
 def make_trainer(
@@ -62,6 +64,8 @@ def weights_of(trainer: DrafterTrainer) -> dict[str, torch.Tensor]:
 def main(directory: Path, output_dir: Path) -> None:
     """Train as this rank and leave weights and held-out metrics in `output_dir`."""
     torch.set_num_threads(1)
+    # A process that waits for the other in vain says where, and ends.
+    faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
     trainer = make_trainer(
         tiny_target("llama"),
         directory,
@@ -73,7 +77,8 @@ def main(directory: Path, output_dir: Path) -> None:
     )
     trainer.train()
     torch.save([weights_of(trainer), trainer.evaluate()], output_dir / f"rank{os.environ['RANK']}")
-    torch.distributed.destroy_process_group()
+    # Without gloo's clean-up, which now and then waits for ever for a process that has already gone.
+    os._exit(0)
 
 
 if __name__ == "__main__":
