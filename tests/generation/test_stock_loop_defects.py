@@ -21,6 +21,7 @@ from plain_comparison import (
 from tiny_models import tiny_drafter
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
 from adaflash_hf import FixedLengthPolicy, InvalidInputError
@@ -142,23 +143,34 @@ class TestDefectsOfTheStockLoop:
         assert len(rows) == own_forwards + 5
 
     @pytest.mark.parametrize("batch", BATCHES)
-    def test_e_static_cache(self, batch: str) -> None:
+    @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+    def test_e_static_cache(self, architecture: str, batch: str) -> None:
         """Exact to the last token although the cache has not one slot to spare."""
-        target, inputs = shared_target("llama"), BATCHES[batch]()
+        target, inputs = shared_target(architecture), BATCHES[batch]()
+        static = {"cache_implementation": "static", "disable_compile": True}
         for new_tokens in (1, 2, 9, NEW_TOKENS):
-            drafter = assert_same_as_plain(
-                target, inputs, max_new_tokens=new_tokens, cache_implementation="static", disable_compile=True
-            )
+            drafter = assert_same_as_plain(target, inputs, max_new_tokens=new_tokens, **static)
         assert drafter.last_generation_stats.acceptance_length > 2
         answer = generate(target, inputs, max_new_tokens=NEW_TOKENS)
         eos_token_id = [int(answer[0, -12]), int(answer[-1, -20])]
+        assert_same_as_plain(target, inputs, max_new_tokens=NEW_TOKENS, eos_token_id=eos_token_id, **static)
+
+    @pytest.mark.parametrize("batch", BATCHES)
+    def test_e_static_cache_and_everything_in_a_dictionary(self, batch: str) -> None:
+        target = exact_target("llama", attn_implementation="eager")
+        outputs = {"output_scores": True}
+        if batch == "one":  # what the states of padding are depends on the cache, and nobody looks at them
+            outputs["output_hidden_states"] = True
+            # Before transformers 5.24 a static cache cannot be cropped and has a dynamic stand-in without empty slots.
+            outputs["output_attentions"] = hasattr(StaticLayer, "crop")
         assert_same_as_plain(
             target,
-            inputs,
-            max_new_tokens=NEW_TOKENS,
-            eos_token_id=eos_token_id,
+            BATCHES[batch](),
+            max_new_tokens=9,
             cache_implementation="static",
             disable_compile=True,
+            return_dict_in_generate=True,
+            **outputs,
         )
 
     @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_next"])
