@@ -79,6 +79,34 @@ def _check_stock_loop_understands(drafter: Any) -> None:
         )
 
 
+def _check_arguments(
+    model: Any, drafter: Any, generation_config: Any, draft_proposal: str, custom_generate: Any, kwargs: dict[str, Any]
+) -> None:
+    """Refuses what has no place beside a drafter. What depends on prepared options is checked later."""
+    if not _is_our_drafter(drafter):
+        raise InvalidInputError(
+            f"`assistant_model` is a {type(drafter).__name__}, expected a DFlash drafter "
+            "(`config.model_type == 'dflash_drafter'`)."
+        )
+    if draft_proposal not in DRAFT_PROPOSALS:
+        raise InvalidInputError(f"`draft_proposal` is {draft_proposal!r}, expected one of {DRAFT_PROPOSALS}.")
+    speculation_type = _option("speculation_type", model, generation_config, kwargs)
+    if speculation_type not in (None, "adaflash"):
+        raise InvalidInputError(
+            f"`speculation_type` is {speculation_type!r}; with this drafter it may be left out (AdaFlash decoding) or "
+            "be 'dflash' (transformers' own loop)."
+        )
+    if custom_generate is not None:
+        raise UnsupportedGenerationError(
+            "`custom_generate` and a DFlash drafter as `assistant_model` are two ways of decoding: pass one of them."
+        )
+    if _option("token_healing", model, generation_config, kwargs):
+        raise UnsupportedGenerationError(
+            "`token_healing` is on, but it is not available with a drafter. Heal the prompt first: "
+            "`input_ids = target.heal_tokens(input_ids, tokenizer)`."
+        )
+
+
 def _take_stop_strings(
     model: Any, generation_config: Any, stopping_criteria: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
@@ -153,28 +181,9 @@ def generate_with_drafter(
         DrafterCompatibilityError: If the drafter does not fit the target.
         UnsupportedGenerationError: If an option cannot be combined with a drafter.
     """
-    if not _is_our_drafter(assistant_model):
-        raise InvalidInputError(
-            f"`assistant_model` is a {type(assistant_model).__name__}, expected a DFlash drafter "
-            "(`config.model_type == 'dflash_drafter'`)."
-        )
-    if draft_proposal not in DRAFT_PROPOSALS:
-        raise InvalidInputError(f"`draft_proposal` is {draft_proposal!r}, expected one of {DRAFT_PROPOSALS}.")
-    speculation_type = _option("speculation_type", model, generation_config, kwargs)
-    if speculation_type not in (None, "adaflash"):
-        raise InvalidInputError(
-            f"`speculation_type` is {speculation_type!r}; with this drafter it may be left out (AdaFlash decoding) or "
-            "be 'dflash' (transformers' own loop)."
-        )
-    if kwargs.pop("custom_generate", None) is not None or len(args) > 2:
-        raise UnsupportedGenerationError(
-            "`custom_generate` and a DFlash drafter as `assistant_model` are two ways of decoding: pass one of them."
-        )
-    if _option("token_healing", model, generation_config, kwargs):
-        raise UnsupportedGenerationError(
-            "`token_healing` is on, but it is not available with a drafter. Heal the prompt first: "
-            "`input_ids = target.heal_tokens(input_ids, tokenizer)`."
-        )
+    # After `streamer` come two arguments for guidance, and then `custom_generate`.
+    args, custom_generate = args[:2], kwargs.pop("custom_generate", args[2] if len(args) > 2 else None)
+    _check_arguments(model, assistant_model, generation_config, draft_proposal, custom_generate, kwargs)
     check_prompt_is_given(inputs, kwargs)
     kwargs.pop("speculation_type", None)
     kwargs.pop("assistant_tokenizer", None)  # drafter and target share one vocabulary

@@ -193,8 +193,10 @@ class TestOtherArguments:
         got = target.generate(prompt(), config, None, criteria, None, False, oracle)
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
         assert oracle.last_generation_stats.acceptance_length > 2
-        got = target.generate(prompt(), config, processors, criteria, None, False, oracle, None)
-        torch.testing.assert_close(got, target.generate(prompt(), config, processors), rtol=0, atol=0)
+        expected = target.generate(prompt(), config, processors)
+        for rest in ((None,), (None, None, None), (None, None, None, None)):
+            got = target.generate(prompt(), config, processors, criteria, None, False, oracle, *rest)
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
     def test_left_padding_of_one_prompt(self) -> None:
         inputs = ragged_batch((4, 9))
