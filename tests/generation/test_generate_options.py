@@ -28,7 +28,7 @@ from transformers import (
 )
 
 
-NEW_TOKENS = 24
+NEW_TOKENS = 18
 
 
 class RowFingerprint(LogitsProcessor):

@@ -164,7 +164,7 @@ def test_one_long_sequence_with_the_length_head(draft_proposal: str) -> None:
     torch.manual_seed(2)
     ids = chain.generate(
         PROMPT,
-        max_new_tokens=1_200,
+        max_new_tokens=800,
         do_sample=True,
         top_k=0,
         assistant_model=model,
@@ -172,7 +172,7 @@ def test_one_long_sequence_with_the_length_head(draft_proposal: str) -> None:
         length_policy=LengthHeadPolicy(length_scale=1.0, min_verify_length=1),
     )[0, PROMPT.shape[1] :]
     rounds_of_length = model.last_generation_stats.verify_lengths
-    assert sum(rounds > 40 for rounds in rounds_of_length.values()) > 2, rounds_of_length
+    assert sum(rounds > 30 for rounds in rounds_of_length.values()) > 2, rounds_of_length
     pairs = torch.bincount(ids[:-1] * VOCAB_SIZE + ids[1:], minlength=VOCAB_SIZE**2).reshape(VOCAB_SIZE, -1)
     with torch.no_grad():
         transitions = chain(torch.arange(VOCAB_SIZE)[:, None]).logits[:, 0].double().softmax(dim=-1)
