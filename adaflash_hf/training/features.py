@@ -7,7 +7,6 @@ the shape `[prompt + response - 1, layers * hidden]`: the last token's features 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 
 from ..errors import InvalidInputError
 from ..generation.context_features import concatenate_context_features, hidden_states_to_request
+from .atomic_files import written_aside
 
 
 if TYPE_CHECKING:
@@ -91,11 +91,8 @@ def write_features(
     """
     tensors = {str(row): tensor.contiguous() for row, tensor in enumerate(features) if tensor is not None}
     metadata = {"target": str(target_model.name_or_path), "target_layer_ids": json.dumps(list(layer_ids))}
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata=metadata)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    with written_aside(path) as partial:
+        save_file(tensors, partial, metadata=metadata)
 
 
 class FeatureShard:

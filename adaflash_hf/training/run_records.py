@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
+
+from .atomic_files import written_aside
 
 
 __all__ = ["JsonLinesCallback", "write_run_record"]
@@ -39,9 +40,8 @@ def write_run_record(path: str | Path, argv: Sequence[str], settings: Mapping[st
     }
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with written_aside(path) as partial:
+        partial.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 class JsonLinesCallback(TrainerCallback):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 
 from ..errors import InvalidInputError, MissingDependencyError
+from .atomic_files import PARTIAL_SUFFIX, written_aside
 from .batched_decoding import DecodedResponse, DecodingSettings, decode_batch, eos_token_ids_of
 from .features import FEATURES_PREFIX, features_path, write_features
 
@@ -270,11 +270,10 @@ def _claim_directory(directory: Path, record: dict[str, Any]) -> None:
             f"`out` is {str(directory)!r}, which holds shards but no {SETTINGS_FILE}; give another directory."
         )
     else:
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(record, indent=2), encoding="utf-8")
-        os.replace(partial, path)
+        with written_aside(path) as partial:
+            partial.write_text(json.dumps(record, indent=2), encoding="utf-8")
     # Only a killed run leaves these; two runs over one directory at once are not supported.
-    for leftover in directory.glob("*.partial"):
+    for leftover in directory.glob(f"*{PARTIAL_SUFFIX}"):
         leftover.unlink()
 
 
@@ -298,11 +297,8 @@ def _write_shard(
     for name in ("teacher_ids", "teacher_log_probs")[: 2 if settings.teacher_top_k else 0]:
         rows = [getattr(response, name).numpy() for response in responses]
         columns.append(_nested_array(rows, schema.field(name).type))
-    partial = path.with_suffix(".partial")
-    pq.write_table(pa.Table.from_arrays(columns, schema=schema), partial, compression="zstd")
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    with written_aside(path) as partial:
+        pq.write_table(pa.Table.from_arrays(columns, schema=schema), partial, compression="zstd")
 
 
 def _nested_array(rows: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:

@@ -1,0 +1,32 @@
+"""Files that appear complete or not at all, whatever is killed when."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+__all__ = ["PARTIAL_SUFFIX", "written_aside"]
+
+PARTIAL_SUFFIX = ".partial"
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """
+    A place to write to; when the block ends, the file is on the disk and takes its name in one step.
+
+    Args:
+        path (`Path`):
+            Name of the finished file.
+
+    Yields:
+        `Path`: Name to write under; a killed process leaves that one behind.
+    """
+    partial = path.with_suffix(PARTIAL_SUFFIX)
+    yield partial
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,24 @@
+"""A file written aside appears whole, or what was there before stays."""
+
+import pytest
+
+from adaflash_hf.training.atomic_files import PARTIAL_SUFFIX, written_aside
+
+
+def test_appears_under_its_name(tmp_path):
+    path = tmp_path / "record.json"
+    with written_aside(path) as partial:
+        partial.write_text("new")
+        assert not path.exists()
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failure_leaves_the_old_file(tmp_path):
+    path = tmp_path / "record.json"
+    path.write_text("old")
+    with pytest.raises(RuntimeError), written_aside(path) as partial:
+        partial.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "old"
+    assert path.with_suffix(PARTIAL_SUFFIX).read_text() == "half"
