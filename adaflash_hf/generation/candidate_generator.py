@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 from ..errors import InvalidInputError
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from .acceptance import sample_tokens
+from .cache_rollback import select_cache_rows
 from .compatibility import unwrap_model
 from .context_features import concatenate_context_features, hidden_states_to_request
 from .length_policies import FixedLengthPolicy, LengthPolicy
@@ -83,9 +84,7 @@ class DraftContext:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Keeps only the sequences `rows`, a tensor of batch indices."""
-        for layer in self.cache.layers:
-            if layer.is_initialized:
-                layer.batch_select_indices(rows)
+        select_cache_rows(self.cache, rows)
         self.positions, self.used = self.positions[rows], self.used[rows]
         self.pending = [features[rows] for features in self.pending]
 
@@ -151,6 +150,12 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         self._mask_embeds = self._embed(torch.full((1, self.config.block_size - 1), self.config.mask_token_id))
         self._block_offsets = torch.arange(self.config.block_size, device=self.device)
         self._last_verify_length = 1
+        # Per layer type: whether the block is causal, and the window.
+        self._visibility = {
+            layer_type: (self.config.is_causal_layer(index), self.config.window_of_layer(index))
+            for index, layer_type in enumerate(self.config.layer_types)
+        }
+        self._sees_everything = set(self._visibility.values()) == {(False, None)}
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Raw rows of the target's embedding matrix, without the scale or norm that the module itself may apply."""
@@ -233,11 +238,9 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
 
     def _attention_mask(self, block_positions: torch.Tensor) -> Any:
         """Masks by position, since slots of a ragged batch do not count tokens. None when everything is visible."""
-        config = self.config
-        layer_types = config.layer_types or ["full_attention"]
-        if self.context.is_dense and not config.is_causal and "sliding_attention" not in layer_types:
+        if self.context.is_dense and self._sees_everything:
             return None
-        if "flash" in (config._attn_implementation or ""):
+        if "flash" in (self.config._attn_implementation or ""):
             # Flash attention takes padding out before it attends, so windows and causality count tokens by themselves.
             own_block = torch.ones_like(block_positions, dtype=torch.bool)
             return None if self.context.is_dense else torch.cat([self.context.used, own_block], dim=1)
@@ -246,21 +249,15 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         key = self.context.positions[:, None, None, :]
         block = self._block_offsets
         causal = (block[:, None] >= block[None, :])[None, None]
-        everything = torch.ones_like(causal)
-        full_block = causal if config.is_causal else everything
-        context_mask = used.expand(-1, -1, self._block_size, -1)
-        batch = block_positions.shape[0]
-
-        def join(context: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-            return self._as_bias(torch.cat([context, own.expand(batch, -1, -1, -1)], dim=-1))
-
-        masks = {"full_attention": join(context_mask, full_block)}
-        if "sliding_attention" in layer_types:
-            window = config.sliding_window or 0  # the configuration refuses sliding layers without one
-            in_window = context_mask & (query - key < window)
-            own = everything if config.is_causal is False else causal
-            near = block[:, None] - block[None, :] < window
-            masks["sliding_attention"] = join(in_window, own & near[None, None])
+        masks = {}
+        for layer_type, (is_causal, window) in self._visibility.items():
+            context = used.expand(-1, -1, self._block_size, -1)
+            own = causal if is_causal else torch.ones_like(causal)
+            if window is not None:
+                context = context & (query - key < window)
+                own = own & (block[:, None] - block[None, :] < window)
+            own = own.expand(block_positions.shape[0], -1, -1, -1)
+            masks[layer_type] = self._as_bias(torch.cat([context, own], dim=-1))
         return masks
 
     def _as_bias(self, visible: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from ..errors import InvalidInputError
 
 if TYPE_CHECKING:
     from ..modeling_dflash_drafter import DFlashDrafterModel
+    from ..modeling_length_head import LengthHeadModel
 
 
 __all__ = ["FixedLengthPolicy", "LengthHeadPolicy", "LengthPolicy", "build_length_policy"]
@@ -87,14 +88,19 @@ class LengthHeadPolicy(LengthPolicy):
         batch_size = hidden_states.shape[0]
         if batch_size < self.activation_concurrency:
             return [longest] * batch_size
-        if drafter.length_head is None:
-            raise InvalidInputError(
-                "`length_policy` is 'length_head', but this drafter has no length head (`config.length_head_config` "
-                "is None). Use `length_policy='fixed'`, or train a head with `adaflash train --only length-head`."
-            )
-        ratio = drafter.length_head(hidden_states).ratio.float()
+        ratio = _length_head_of(drafter)(hidden_states).ratio.float()
         lengths = torch.round(ratio * drafter.config.block_size * self.length_scale)
         return [int(length) for length in lengths.clamp(min(self.min_verify_length, longest), longest).tolist()]
+
+
+def _length_head_of(drafter: DFlashDrafterModel) -> LengthHeadModel:
+    if drafter.length_head is None:
+        raise InvalidInputError(
+            "`length_policy` asks for a length head, but this drafter has none: no length head is configured "
+            "(`config.length_head_config` is None). Use `length_policy='fixed'`, or train a head with "
+            "`adaflash train --only length-head`."
+        )
+    return drafter.length_head
 
 
 def build_length_policy(policy: str | LengthPolicy | None, drafter: DFlashDrafterModel) -> LengthPolicy:
@@ -121,9 +127,6 @@ def build_length_policy(policy: str | LengthPolicy | None, drafter: DFlashDrafte
         raise InvalidInputError(
             f"`length_policy` is {policy!r}, expected 'fixed', 'length_head' or a `LengthPolicy` object."
         )
-    if isinstance(resolved, LengthHeadPolicy) and drafter.length_head is None:
-        raise InvalidInputError(
-            "`length_policy` asks for the length head, but this drafter has none (`config.length_head_config` is "
-            "None). Use `length_policy='fixed'`, or train a head with `adaflash train --only length-head`."
-        )
+    if isinstance(resolved, LengthHeadPolicy):
+        _length_head_of(drafter)
     return resolved
