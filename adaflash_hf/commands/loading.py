@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -106,10 +106,8 @@ def load_models(
     drafter_path = find_drafter(target, drafter)
     with _reporting_progress(console, own_bars=target == EMBEDDED_TARGET_NAME) as report:
         target_model, tokenizer = load_target(target, dtype, device=device, on_progress=report)
-    if Path(drafter_path).is_dir():
-        with without_progress_bars():
-            drafter_model = load_drafter(drafter_path, target_model)
-    else:
+    # Downloads keep their bars.
+    with without_progress_bars() if Path(drafter_path).is_dir() else nullcontext():
         drafter_model = load_drafter(drafter_path, target_model)
     if prepack:
         # Plain decoding runs on the same rearranged weights, so a comparison stays one of decoding alone.
