@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import AutoConfig, AutoModel
 
+from .configuration_confidence_head import ConfidenceHeadConfig
 from .configuration_dflash_drafter import DFlashDrafterConfig, build_target_layer_ids
 from .configuration_length_head import LengthHeadConfig
 from .errors import (
@@ -27,19 +28,25 @@ from .generation import (
     restore_linear_layers,
     uninstall_routing,
 )
+from .modeling_confidence_head import ConfidenceHeadModel, ConfidenceHeadOutput
 from .modeling_dflash_drafter import DFlashDrafterModel, DFlashDrafterPreTrainedModel
 from .modeling_length_head import LengthHeadModel, LengthHeadOutput
 
 
 AutoConfig.register(DFlashDrafterConfig.model_type, DFlashDrafterConfig, exist_ok=True)
+AutoConfig.register(ConfidenceHeadConfig.model_type, ConfidenceHeadConfig, exist_ok=True)
 AutoConfig.register(LengthHeadConfig.model_type, LengthHeadConfig, exist_ok=True)
 AutoModel.register(DFlashDrafterConfig, DFlashDrafterModel, exist_ok=True)
+AutoModel.register(ConfidenceHeadConfig, ConfidenceHeadModel, exist_ok=True)
 AutoModel.register(LengthHeadConfig, LengthHeadModel, exist_ok=True)
 install_routing()
 
 __all__ = [
     "AdaFlashCandidateGenerator",
     "AdaFlashError",
+    "ConfidenceHeadConfig",
+    "ConfidenceHeadModel",
+    "ConfidenceHeadOutput",
     "DFlashDrafterConfig",
     "DFlashDrafterModel",
     "DFlashDrafterPreTrainedModel",
