@@ -1,9 +1,14 @@
-"""How many rows of a drafted block the target verifies (DESIGN: `fixed` and `length_head`)."""
+"""How many rows of a drafted block the target verifies: what a policy is told, and the two basic ones.
+
+Further policies: `confidence_policy.py`, `cost_aware_policy.py`, and `oracle_policy.py` for analysis.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,21 +18,115 @@ from ..errors import InvalidInputError
 if TYPE_CHECKING:
     from ..modeling_dflash_drafter import DFlashDrafterModel
     from ..modeling_length_head import LengthHeadModel
+    from .cost_calibration import RoundBench
 
 
-__all__ = ["FixedLengthPolicy", "LengthHeadPolicy", "LengthPolicy", "build_length_policy"]
+__all__ = [
+    "ENGINE_ACTIVATION_CONCURRENCY",
+    "LENGTH_POLICIES",
+    "FixedLengthPolicy",
+    "LengthHeadPolicy",
+    "LengthPolicy",
+    "RoundContext",
+    "RoundOutcome",
+    "build_length_policy",
+]
+
+LENGTH_POLICIES = ("fixed", "length_head")
+# The paper's: with fewer requests than this, the rows a head would save cost next to nothing.
+ENGINE_ACTIVATION_CONCURRENCY = 16
+
+
+@dataclass
+class RoundContext:
+    """
+    What a policy may know of one round besides hidden states. Nothing here comes from drafted ids.
+
+    Args:
+        longest (`Sequence[int]`):
+            Per drafted request, the largest verify length its remaining budget allows, the anchor included.
+        num_active (`int`):
+            Requests the target's forward serves this round, those that do not draft included.
+        is_packed (`bool`, defaults to `True`):
+            Whether the target sees the sum of the verify lengths (the engine); otherwise a rectangle as wide as the
+            longest of them (`generate()`).
+        request_ids (`Sequence[Hashable]`, *optional*):
+            A name of each drafted request that stays the same over its rounds.
+        num_generated (`Sequence[int]`, *optional*):
+            Tokens each drafted request has committed after its prompt; the last of them is the anchor.
+        draft_logits (`torch.Tensor` of shape `(num_drafted, draft_length, vocab_size)`, *optional*):
+            The projection of all draft slots, given to policies that say `needs_draft_logits`.
+        memo (`Any`, *optional*):
+            For the policy itself: what it keeps between choosing and observing, so that several threads may share it.
+    """
+
+    longest: Sequence[int]
+    num_active: int
+    is_packed: bool = True
+    request_ids: Sequence[Hashable] = ()
+    num_generated: Sequence[int] = ()
+    draft_logits: torch.Tensor | None = None
+    memo: Any = None
+
+
+@dataclass
+class RoundOutcome:
+    """
+    How a round went, in the order of the context's requests.
+
+    Args:
+        verify_lengths (`Sequence[int]`):
+            Rows verified per request, the anchor included; in a padded batch the same for all.
+        accepted (`Sequence[int]`):
+            Drafts committed per request.
+        ended (`Sequence[bool]`):
+            Which requests ended in this round: a stop may have cut what was accepted, so `accepted` is then only a
+            lower bound.
+        drafted (`bool`):
+            Whether the drafter ran. Without it all verify lengths are 1.
+        committed (`int`):
+            Tokens that all active requests together committed, bonus tokens included.
+        round_s (`float`, *optional*):
+            Seconds from the end of the round before to the end of this one. None if the round also did what others
+            do not (a prefill, an admission), so that its time says nothing about drafting.
+        draft_s (`float`, *optional*):
+            Seconds of it in the drafter; None where measuring them would cost a synchronisation.
+    """
+
+    verify_lengths: Sequence[int]
+    accepted: Sequence[int]
+    ended: Sequence[bool] = field(default=())
+    drafted: bool = True
+    committed: int = 0
+    round_s: float | None = None
+    draft_s: float | None = None
 
 
 class LengthPolicy(ABC):
-    """Chooses the verify length of every sequence in a round.
+    """
+    Chooses the verify length of every sequence in a round.
 
-    A policy may read the drafter's hidden states but never the drafted token ids or their probabilities: a choice
-    that depends on sampled ids would bias the output distribution.
+    A policy may read the drafter's hidden states, or whole distributions made of them, but never the drafted token
+    ids or their probabilities: a choice that depends on sampled ids would bias the output distribution.
+
+    A round goes like this:
+
+        if policy.wants_draft(num_active):
+            hidden_states = ...                           # the drafter's forward
+            context = RoundContext(longest, num_active, ...)
+            if policy.needs_draft_logits(drafter):
+                context.draft_logits = ...                # all slots; the caller keeps them for its own use
+            lengths = policy.choose(drafter, hidden_states, context)
+        ...                                               # verify, accept, commit
+        policy.observe_round(context, RoundOutcome(...))  # also after a round without drafts
+
+    Only `verify_lengths` must be written by a subclass; one that needs the whole context overrides `choose_lengths`.
     """
 
     @abstractmethod
     def verify_lengths(self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, longest: int) -> list[int]:
-        """Returns the verify length of each row.
+        """
+        Returns the verify length of each row, when nothing but one bound is known.
 
         Args:
             drafter (`DFlashDrafterModel`): The unwrapped drafter, for its length head.
@@ -39,8 +138,79 @@ class LengthPolicy(ABC):
             `list[int]`: One length per row, each in `1..longest`.
         """
 
+    def choose_lengths(
+        self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, context: RoundContext
+    ) -> list[int]:
+        """As `verify_lengths`, with all that is known of the round. By default calls that and keeps to each bound."""
+        lengths = self.verify_lengths(drafter, hidden_states, max(context.longest))
+        _check_lengths(type(self).__name__, lengths, [max(context.longest)] * len(context.longest))
+        return [min(length, bound) for length, bound in zip(lengths, context.longest, strict=True)]
+
+    def choose(self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, context: RoundContext) -> list[int]:
+        """
+        What a decoding loop calls: `choose_lengths`, checked.
+
+        Args:
+            drafter (`DFlashDrafterModel`): The unwrapped drafter.
+            hidden_states (`torch.Tensor` of shape `(num_drafted, block_size, hidden_size)`):
+                The drafter's final hidden states.
+            context (`RoundContext`): The round.
+
+        Returns:
+            `list[int]`: The verify length of each drafted request.
+
+        Raises:
+            InvalidInputError: If the policy chose a length outside of 1 to the request's `longest`.
+        """
+        lengths = self.choose_lengths(drafter, hidden_states, context)
+        _check_lengths(type(self).__name__, lengths, context.longest)
+        return lengths
+
+    def wants_draft(self, num_active: int) -> bool:
+        """
+        Whether the drafter shall run this round; asked before it does.
+
+        Args:
+            num_active (`int`): Requests the target's forward will serve.
+        """
+        return True
+
+    def needs_draft_logits(self, drafter: DFlashDrafterModel) -> bool:
+        """Whether `choose` wants `context.draft_logits`, which makes every draft slot pay for the projection."""
+        return False
+
+    def prepare(self, bench: RoundBench) -> None:  # noqa: B027 - a hook, most policies measure nothing
+        """
+        Called once before the first round; a policy that weighs costs measures them here.
+
+        Args:
+            bench (`RoundBench`): Runs single target steps and drafts of any size, outside of all requests.
+        """
+
     def observe(self, verify_length: int, accepted: int) -> None:  # noqa: B027 - a hook, most policies do not learn
         """Told after each row-round how many of the `verify_length - 1` drafts were accepted."""
+
+    def observe_round(self, context: RoundContext, outcome: RoundOutcome) -> None:
+        """
+        Told after every round how it went. By default passes each request's count on to `observe`.
+
+        Args:
+            context (`RoundContext`): The object that `choose` was given, or a fresh one after a round without drafts.
+            outcome (`RoundOutcome`): What happened.
+        """
+        for length, accepted in zip(outcome.verify_lengths, outcome.accepted, strict=True):
+            self.observe(length, accepted)
+
+
+def _check_lengths(policy: str, lengths: Sequence[int], longest: Sequence[int]) -> None:
+    if len(lengths) != len(longest) or any(
+        not 1 <= length <= bound for length, bound in zip(lengths, longest, strict=True)
+    ):
+        bounds = f"`longest` = {longest[0]}" if len(set(longest)) == 1 else f"its request's `longest`, {list(longest)}"
+        raise InvalidInputError(
+            f"{policy}.verify_lengths returned {lengths}; it must return {len(longest)} lengths, and every length "
+            f"must be from 1 to {bounds}. Clamp them in the policy."
+        )
 
 
 class FixedLengthPolicy(LengthPolicy):
@@ -72,7 +242,9 @@ class LengthHeadPolicy(LengthPolicy):
         length_scale (`float`, defaults to 1.3): The paper's gamma. Above 1 verifies more rows than predicted.
         min_verify_length (`int`, defaults to 2): Least rows to verify, the anchor included.
         activation_concurrency (`int`, defaults to 1):
-            Below this number of sequences the whole block is verified, because unused rows cost little there.
+            Below this number of active requests the whole block is verified, because unused rows cost little there.
+            `length_policy="length_head"` means 1 in `generate()`, where asking for the head is asking for it at any
+            batch size, and 16 in the engine, as in the paper, because there the concurrency changes by itself.
     """
 
     def __init__(self, length_scale: float = 1.3, min_verify_length: int = 2, activation_concurrency: int = 1):
@@ -80,14 +252,25 @@ class LengthHeadPolicy(LengthPolicy):
             raise InvalidInputError(f"`length_scale` is {length_scale}, expected a positive number (1.3 is usual).")
         if min_verify_length < 1:
             raise InvalidInputError(f"`min_verify_length` is {min_verify_length}, expected 1 or more.")
+        if activation_concurrency < 1:
+            raise InvalidInputError(f"`activation_concurrency` is {activation_concurrency}, expected 1 or more.")
         self.length_scale = length_scale
         self.min_verify_length = min_verify_length
         self.activation_concurrency = activation_concurrency
 
+    def choose_lengths(
+        self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, context: RoundContext
+    ) -> list[int]:
+        if context.num_active < self.activation_concurrency:
+            return list(context.longest)
+        lengths = self._predict(drafter, hidden_states, max(context.longest))
+        return [min(length, bound) for length, bound in zip(lengths, context.longest, strict=True)]
+
     def verify_lengths(self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, longest: int) -> list[int]:
         batch_size = hidden_states.shape[0]
-        if batch_size < self.activation_concurrency:
-            return [longest] * batch_size
+        return self.choose_lengths(drafter, hidden_states, RoundContext([longest] * batch_size, batch_size))
+
+    def _predict(self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, longest: int) -> list[int]:
         ratio = _length_head_of(drafter)(hidden_states).ratio.float()
         lengths = torch.round(ratio * drafter.config.block_size * self.length_scale)
         return [int(length) for length in lengths.clamp(min(self.min_verify_length, longest), longest).tolist()]
@@ -103,13 +286,17 @@ def _length_head_of(drafter: DFlashDrafterModel) -> LengthHeadModel:
     return drafter.length_head
 
 
-def build_length_policy(policy: str | LengthPolicy | None, drafter: DFlashDrafterModel) -> LengthPolicy:
-    """Resolves the `length_policy` argument of `generate()`.
+def build_length_policy(
+    policy: str | LengthPolicy | None, drafter: DFlashDrafterModel, *, is_engine: bool = False
+) -> LengthPolicy:
+    """Resolves the `length_policy` argument of `generate()` and of the engine.
 
     Args:
         policy (`str` or `LengthPolicy`, *optional*):
-            `"fixed"`, `"length_head"`, a policy object, or None for `"fixed"`.
-        drafter (`DFlashDrafterModel`): The drafter, to check that it has the head the policy needs.
+            One of `LENGTH_POLICIES`, a policy object, or None for `"fixed"`.
+        drafter (`DFlashDrafterModel`): The unwrapped drafter, to check that it has the head the policy needs.
+        is_engine (`bool`, defaults to `False`):
+            Whether the policy will serve an engine, where the length head waits for 16 requests.
 
     Returns:
         `LengthPolicy`: The policy to use.
@@ -117,16 +304,16 @@ def build_length_policy(policy: str | LengthPolicy | None, drafter: DFlashDrafte
     Raises:
         InvalidInputError: If the name is unknown, or the drafter has no length head.
     """
+    resolved: LengthPolicy
     if isinstance(policy, LengthPolicy):
         resolved = policy
     elif policy is None or policy == "fixed":
         resolved = FixedLengthPolicy()
     elif policy == "length_head":
-        resolved = LengthHeadPolicy()
+        resolved = LengthHeadPolicy(activation_concurrency=ENGINE_ACTIVATION_CONCURRENCY if is_engine else 1)
     else:
-        raise InvalidInputError(
-            f"`length_policy` is {policy!r}, expected 'fixed', 'length_head' or a `LengthPolicy` object."
-        )
+        names = ", ".join(repr(name) for name in LENGTH_POLICIES)
+        raise InvalidInputError(f"`length_policy` is {policy!r}, expected {names} or a `LengthPolicy` object.")
     if isinstance(resolved, LengthHeadPolicy):
         _length_head_of(drafter)
     return resolved
