@@ -23,6 +23,7 @@ from .compatibility import unwrap_model
 from .context_features import concatenate_context_features, hidden_states_to_request
 from .length_policies import FixedLengthPolicy, LengthPolicy
 from .statistics import StatisticsRecorder
+from .visibility import drafter_visibility
 
 
 __all__ = ["AdaFlashCandidateGenerator", "DraftContext", "Proposal"]
@@ -150,12 +151,8 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         self._mask_embeds = self._embed(torch.full((1, self.config.block_size - 1), self.config.mask_token_id))
         self._block_offsets = torch.arange(self.config.block_size, device=self.device)
         self._last_verify_length = 1
-        # Per layer type: whether the block is causal, and the window.
-        self._visibility = {
-            layer_type: (self.config.is_causal_layer(index), self.config.window_of_layer(index))
-            for index, layer_type in enumerate(self.config.layer_types)
-        }
-        self._sees_everything = set(self._visibility.values()) == {(False, None)}
+        self._visibility = dict(zip(self.config.layer_types, drafter_visibility(self.config), strict=True))
+        self._sees_everything = all(visibility.is_unlimited for visibility in self._visibility.values())
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Raw rows of the target's embedding matrix, without the scale or norm that the module itself may apply."""
@@ -240,25 +237,16 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         """Masks by position, since slots of a ragged batch do not count tokens. None when everything is visible."""
         if self.context.is_dense and self._sees_everything:
             return None
+        used = torch.cat([self.context.used, torch.ones_like(block_positions, dtype=torch.bool)], dim=1)
         if "flash" in (self.config._attn_implementation or ""):
             # Flash attention takes padding out before it attends, so windows and causality count tokens by themselves.
-            own_block = torch.ones_like(block_positions, dtype=torch.bool)
-            return None if self.context.is_dense else torch.cat([self.context.used, own_block], dim=1)
-        used = self.context.used[:, None, None, :]  # (batch_size, 1, 1, num_slots)
-        query = block_positions[:, None, :, None]
-        key = self.context.positions[:, None, None, :]
-        block = self._block_offsets
-        causal = (block[:, None] >= block[None, :])[None, None]
-        masks = {}
-        for layer_type, (is_causal, window) in self._visibility.items():
-            context = used.expand(-1, -1, self._block_size, -1)
-            own = causal if is_causal else torch.ones_like(causal)
-            if window is not None:
-                context = context & (query - key < window)
-                own = own & (block[:, None] - block[None, :] < window)
-            own = own.expand(block_positions.shape[0], -1, -1, -1)
-            masks[layer_type] = self._as_bias(torch.cat([context, own], dim=-1))
-        return masks
+            return None if self.context.is_dense else used
+        key_positions = torch.cat([self.context.positions, block_positions], dim=1)
+        query, key = block_positions[:, None, :, None], key_positions[:, None, None, :]
+        return {
+            layer_type: self._as_bias(used[:, None, None, :] & visibility.mask(query, key))
+            for layer_type, visibility in self._visibility.items()
+        }
 
     def _as_bias(self, visible: torch.Tensor) -> torch.Tensor:
         """Boolean for sdpa; additive otherwise, which eager attention needs."""
