@@ -13,6 +13,7 @@ from tiny_models import tiny_drafter, tiny_target
 from torch.utils.data import Subset
 from transformers import PreTrainedModel, TrainerCallback
 
+from adaflash_hf import ConfidenceHeadModel
 from adaflash_hf.training.drafter_trainer import DrafterTrainer
 from adaflash_hf.training.initialization import attach_length_head
 from adaflash_hf.training.training_arguments import DrafterTrainingArguments
@@ -32,6 +33,7 @@ def make_trainer(
     features: bool = True,
     callbacks: list[TrainerCallback] | None = None,
     rows: int = 9,
+    confidence_head: ConfidenceHeadModel | None = None,
     **fields: Any,
 ) -> DrafterTrainer:
     """A trainer on the first `rows` of twelve trajectories, the last three held out."""
@@ -53,7 +55,7 @@ def make_trainer(
     }
     args = DrafterTrainingArguments(**{**defaults, **fields})
     train, held_out = Subset(dataset, range(rows)), Subset(dataset, range(9, 12))
-    return DrafterTrainer(drafter, target, args, train, held_out, callbacks)
+    return DrafterTrainer(drafter, target, args, train, held_out, callbacks, confidence_head)
 
 
 def weights_of(trainer: DrafterTrainer) -> dict[str, torch.Tensor]:

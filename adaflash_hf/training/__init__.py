@@ -3,6 +3,7 @@
 Importing this package imports `Trainer`, which takes seconds; `import adaflash_hf` does not.
 """
 
+from .draft_loss import draft_loss
 from .draft_step import DraftStep
 from .drafter_trainer import DrafterTrainer, last_complete_checkpoint
 from .initialization import (
@@ -10,8 +11,9 @@ from .initialization import (
     choose_mask_token_id,
     drafter_config_for_target,
     initialize_from_target,
+    new_confidence_head,
 )
-from .objectives import DraftObjective, draft_loss
+from .objectives import DraftObjective
 from .training_arguments import DrafterTrainingArguments
 from .trajectories import TrajectorySettings, generate_trajectories
 from .trajectory_dataset import TrajectoryDataset, cache_target_features, split_by_prompt
@@ -32,5 +34,6 @@ __all__ = [
     "generate_trajectories",
     "initialize_from_target",
     "last_complete_checkpoint",
+    "new_confidence_head",
     "split_by_prompt",
 ]

@@ -12,19 +12,12 @@ from torch import nn
 
 from ..errors import InvalidInputError
 from .anchors import block_positions, drafter_masks, label_positions
+from .draft_loss import DraftLoss, draft_loss, rows_per_chunk
 from .features import compute_target_features
+from .head_labels import LENGTH_LABELS, hindsight_length_labels, truncated_length_labels
 from .metrics import Acceptance, hindsight_acceptance
-from .objectives import (
-    IGNORED_LABEL,
-    DenseTeacher,
-    DraftLoss,
-    DraftObjective,
-    Teacher,
-    TopKTeacher,
-    draft_loss,
-    position_weights,
-    rows_per_chunk,
-)
+from .objectives import IGNORED_LABEL, DraftObjective, position_weights
+from .teachers import DenseTeacher, Teacher, TopKTeacher
 from .vocabulary import RestrictedVocabulary
 
 
@@ -42,9 +35,9 @@ class HeadOutcome(NamedTuple):
     The length head on the blocks whose acceptance is known.
 
     Attributes:
-        loss: `[]`, mean squared error; its gradient stops at the drafter's hidden states.
+        loss: `[]`, mean squared error to what it is trained on; its gradient stops at the drafter's hidden states.
         ratio: `[n]`, its estimates.
-        labels: `[n]`, (accepted + 1) / block_size over the full block.
+        labels: `[n]`, (accepted + 1) / block_size over the full block, whatever it is trained on.
     """
 
     loss: torch.Tensor
@@ -62,6 +55,7 @@ class StepOutcome(NamedTuple):
         acceptance: `[batch, num_anchors]`, hindsight verdict.
         valid: `[batch, num_anchors]`, which anchors are real, not padding.
         head: The length head's part; None without one.
+        hidden_states: `[batch, num_anchors, block, H]`, the drafter's.
     """
 
     draft: DraftLoss
@@ -69,6 +63,7 @@ class StepOutcome(NamedTuple):
     acceptance: Acceptance
     valid: torch.Tensor
     head: HeadOutcome | None
+    hidden_states: torch.Tensor
 
 
 class DraftStep:
@@ -88,6 +83,10 @@ class DraftStep:
             `"top_k"`, `"full"` or `"none"`.
         vocabulary (`RestrictedVocabulary`, *optional*):
             Softmax in training; by default over all tokens.
+        length_labels (`str`, *optional*, defaults to `"hindsight"`):
+            What the length head is trained on, see [`LENGTH_LABELS`].
+        length_scale (`float`, *optional*, defaults to 1.3):
+            Of the decoding that `"truncated"` labels imitate.
         logits_memory_bytes (`int`, *optional*, defaults to 268435456):
             See [`rows_per_chunk`].
     """
@@ -101,14 +100,21 @@ class DraftStep:
         position_decay: float | None = None,
         teacher: str = "none",
         vocabulary: RestrictedVocabulary | None = None,
+        length_labels: str = "hindsight",
+        length_scale: float = 1.3,
         logits_memory_bytes: int = 256 * 2**20,
     ) -> None:
+        if length_labels not in LENGTH_LABELS:
+            raise InvalidInputError(
+                f"`length_labels` is {length_labels!r}; choose one of {', '.join(map(repr, LENGTH_LABELS))}."
+            )
         self.drafter, self.config, self.target_model = drafter, drafter.config, target_model
         self.objective, self.teacher = objective, teacher
         self.head: nn.Module = target_model.get_output_embeddings()
         self.vocabulary = vocabulary
         self.training_head = self.head if vocabulary is None else vocabulary.head(self.head)
         self.weights = position_weights(self.config.draft_length, position_decay)
+        self._length_labels, self._length_scale = length_labels, length_scale
         self._logits_memory_bytes = logits_memory_bytes
         # Asked of the embedding: the weight of a quantised head has another shape and dtype.
         embedding = target_model.get_input_embeddings().weight
@@ -146,6 +152,7 @@ class DraftStep:
             lambda chunk: self.drafter.compute_logits(chunk.to(self._head_dtype), head),
             self.objective,
             self._teacher_of(batch, exists, final, vocabulary, head),
+            torch.arange(self.config.draft_length, device=rows.device).expand_as(exists)[exists],
             chunk_rows=rows_per_chunk(
                 self._vocab_size if vocabulary is None else len(vocabulary), self._logits_memory_bytes
             ),
@@ -155,7 +162,8 @@ class DraftStep:
         predicted[exists] = predicted_ids
         acceptance = hindsight_acceptance(predicted, labels, batch["finished"][:, None])
         valid = exists[..., 0]  # every real anchor has a token after it
-        return StepOutcome(draft, weights.sum(), acceptance, valid, self._length_head(hidden, acceptance, valid))
+        head_outcome = self._length_head(hidden, acceptance, valid)
+        return StepOutcome(draft, weights.sum(), acceptance, valid, head_outcome, hidden)
 
     def _forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states of all block rows, and the target's final ones where the teacher needs them."""
@@ -217,10 +225,14 @@ class DraftStep:
         if self.drafter.length_head is None:
             return None
         known = acceptance.is_known & valid
-        labels = ((acceptance.accepted[known] + 1) / self.config.block_size).clamp(max=1.0)
+        accepted, block_size = acceptance.accepted[known], self.config.block_size
+        labels = hindsight_length_labels(accepted, block_size)
         ratio = self.drafter.length_head(hidden.detach()[known]).ratio
+        learned = labels
+        if self._length_labels == "truncated":
+            learned = truncated_length_labels(accepted, ratio.detach(), block_size, self._length_scale)
         # A mean over no block would be NaN.
-        loss = (ratio - labels).square().sum() / max(len(labels), 1)
+        loss = (ratio - learned).square().sum() / max(len(labels), 1)
         return HeadOutcome(loss, ratio, labels)
 
 

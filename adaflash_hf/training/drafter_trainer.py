@@ -21,6 +21,7 @@ from ..generation.compatibility import check_drafter_fits_target
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from .collator import DrafterDataCollator
 from .draft_step import DraftStep, StepOutcome
+from .head_labels import slot_verdicts
 from .metrics import DraftMetrics
 from .objectives import DraftObjective
 from .optimizers import MuonWithAdamW
@@ -32,6 +33,8 @@ from .vocabulary import RestrictedVocabulary, build_restricted_vocabulary, count
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..modeling_confidence_head import ConfidenceHeadModel
+
 
 __all__ = ["DrafterTrainer", "last_complete_checkpoint"]
 
@@ -42,12 +45,19 @@ _HEAD_PREFIX = "length_head."
 # A frozen drafter's loss is only looked at.
 _CROSS_ENTROPY = DraftObjective(hard_label_weight=1.0, labels="trajectory")
 # Of a training batch only these metrics go into the log; the others are for evaluation.
-_LOGGED_METRICS = ("acceptance_length", "hard_loss", "divergence", "clipped_share", "length_head_error")
+_LOGGED_METRICS = (
+    "acceptance_length",
+    "hard_loss",
+    "divergence",
+    "clipped_share",
+    "length_head_error",
+    "confidence_head_error",
+)
 
 
 class DrafterTrainer(Trainer):
     """
-    Trains a drafter, its length head, or both.
+    Trains a drafter, its length head, both, or a confidence head on a frozen drafter.
 
     Args:
         model (`DFlashDrafterModel`):
@@ -63,6 +73,8 @@ class DrafterTrainer(Trainer):
             Held-out trajectories.
         callbacks (`Sequence[TrainerCallback]`, *optional*):
             See [`~transformers.Trainer`].
+        confidence_head (`ConfidenceHeadModel`, *optional*):
+            What is trained, and saved in checkpoints, in place of `model` with `train_only="confidence_head"`.
 
     Raises:
         DrafterCompatibilityError: the drafter does not fit the target.
@@ -81,8 +93,10 @@ class DrafterTrainer(Trainer):
         train_dataset: TrajectoryRows,
         eval_dataset: TrajectoryRows | None = None,
         callbacks: Sequence[TrainerCallback] | None = None,
+        confidence_head: ConfidenceHeadModel | None = None,
     ) -> None:
         _check_fit(model, target_model)
+        _check_confidence_head(confidence_head, args, draft_length=model.config.draft_length)
         if args.dataloader_persistent_workers:
             raise InvalidInputError(
                 "`dataloader_persistent_workers` is true, but such workers would sample the same anchors in each "
@@ -92,7 +106,7 @@ class DrafterTrainer(Trainer):
         draft_length = model.config.draft_length
         _freeze(model, args.train_only)
         super().__init__(
-            model=model,
+            model=model if confidence_head is None else confidence_head,
             args=args,
             data_collator=DrafterDataCollator(draft_length, args.anchors_per_trajectory, args.seed),
             train_dataset=train_dataset,
@@ -104,15 +118,18 @@ class DrafterTrainer(Trainer):
         self.add_callback(_EpochForCollator(self.data_collator))
         self.domains = trajectories.domains
         self.target_model = target_model.requires_grad_(False).eval().to(args.device)
+        self.confidence_head = confidence_head
+        self._frozen_drafter = None if confidence_head is None else model.eval().to(args.device)
         self.vocabulary = self._restricted_vocabulary(trajectories, indices)
-        trains_drafter = args.train_only != "length_head"
         self.draft_step = DraftStep(
             model,
             target_model,
-            args.draft_objective if trains_drafter else _CROSS_ENTROPY,
+            args.draft_objective if args.trains_drafter else _CROSS_ENTROPY,
             position_decay=args.position_decay,
-            teacher=_resolve_teacher(args, trajectories) if trains_drafter else "none",
+            teacher=_resolve_teacher(args, trajectories) if args.trains_drafter else "none",
             vocabulary=self.vocabulary,
+            length_labels=args.length_labels,
+            length_scale=args.length_scale,
             logits_memory_bytes=args.logits_memory_bytes,
         )
         self.reset_train_metrics()
@@ -129,9 +146,11 @@ class DrafterTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, StepOutcome]:
         """Loss of one batch, for each slot and block a mean."""
-        outcome = self.draft_step.run(model, inputs, full_vocabulary=self.args.train_only == "length_head")
-        _count(self._train_metrics, outcome, inputs["domain_ids"])
+        outcome = self._run(model, inputs, full_vocabulary=not self.args.trains_drafter)
         loss = self._loss_of(outcome)
+        if self.confidence_head is not None:
+            loss = self._confidence_loss(model, outcome, inputs["labels"], self._train_metrics)
+        _count(self._train_metrics, outcome, inputs["domain_ids"])
         return (loss, outcome) if return_outputs else loss
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
@@ -184,7 +203,9 @@ class DrafterTrainer(Trainer):
         for batch in dataloader:
             batch = self._prepare_inputs(batch)
             with torch.no_grad(), self.compute_loss_context_manager():
-                outcome = self.draft_step.run(self.model, batch, full_vocabulary=True)
+                outcome = self._run(self.model, batch, full_vocabulary=True)
+                if self.confidence_head is not None:
+                    self._confidence_loss(self.model, outcome, batch["labels"], metrics)
             _count(metrics, outcome, batch["domain_ids"])
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.model.train(was_training)
@@ -217,10 +238,24 @@ class DrafterTrainer(Trainer):
             return outcome.draft.loss
         return outcome.draft.loss + outcome.head.loss
 
+    def _run(self, model: Any, inputs: dict[str, torch.Tensor], *, full_vocabulary: bool) -> StepOutcome:
+        drafter = model if self._frozen_drafter is None else self._frozen_drafter
+        return self.draft_step.run(drafter, inputs, full_vocabulary=full_vocabulary)
+
+    def _confidence_loss(
+        self, head: torch.nn.Module, outcome: StepOutcome, labels: torch.Tensor, metrics: DraftMetrics
+    ) -> torch.Tensor:
+        acceptance, valid = outcome.acceptance, outcome.valid
+        verdicts = slot_verdicts(acceptance.accepted, labels)[valid]
+        # Through `head`, not `self.confidence_head`: a wrapper for several processes must see its forward pass.
+        output = head(hidden_states=outcome.hidden_states.detach()[valid], labels=verdicts)
+        metrics.add_confidence(output.loss, output.prefix_probabilities, verdicts, acceptance.is_known[valid])
+        return output.loss
+
     def _restricted_vocabulary(
         self, trajectories: TrajectoryDataset, indices: Sequence[int]
     ) -> RestrictedVocabulary | None:
-        if self.args.vocabulary_size is None or self.args.train_only == "length_head":
+        if self.args.vocabulary_size is None or not self.args.trains_drafter:
             return None
         vocab_size = self.target_model.get_output_embeddings().weight.shape[0]
         counts = count_tokens(trajectories, indices, vocab_size)
@@ -228,8 +263,10 @@ class DrafterTrainer(Trainer):
 
     def _parameter_groups(self, model: torch.nn.Module) -> Iterator[dict[str, Any]]:
         trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        head = [parameter for name, parameter in trainable if _HEAD_PREFIX in name]
-        drafter = [parameter for name, parameter in trainable if _HEAD_PREFIX not in name]
+        # All of a confidence head is head.
+        prefix = _HEAD_PREFIX if self.confidence_head is None else ""
+        head = [parameter for name, parameter in trainable if prefix in name]
+        drafter = [parameter for name, parameter in trainable if prefix not in name]
         vector_lr = self.args.vector_learning_rate
         for parameters, lr, use_muon in (
             ([p for p in drafter if p.ndim == 2], self.args.learning_rate, self.args.use_muon),
@@ -284,6 +321,21 @@ def _check_fit(model: Any, target_model: PreTrainedModel) -> None:
     with torch.device("meta"):
         skeleton = DFlashDrafterModel(model.config).to(dtype)
     check_drafter_fits_target(skeleton, target_model)
+
+
+def _check_confidence_head(
+    head: ConfidenceHeadModel | None, args: DrafterTrainingArguments, *, draft_length: int
+) -> None:
+    if (head is not None) != (args.train_only == "confidence_head"):
+        raise InvalidInputError(
+            f"`confidence_head` is {'None' if head is None else 'given'}, but `train_only` is {args.train_only!r}; a "
+            "confidence head is passed exactly if `train_only` is 'confidence_head'."
+        )
+    if head is not None and head.config.draft_length != draft_length:
+        raise InvalidInputError(
+            f"`confidence_head` is for {head.config.draft_length} drafts a block, the drafter makes {draft_length}; "
+            "make one with `new_confidence_head(drafter)`."
+        )
 
 
 def _freeze(model: Any, train_only: str | None) -> None:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..configuration_confidence_head import ConfidenceHeadConfig
 from ..configuration_dflash_drafter import DFlashDrafterConfig, build_target_layer_ids
 from ..configuration_length_head import LengthHeadConfig
 from ..errors import InvalidInputError
+from ..modeling_confidence_head import ConfidenceHeadModel
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from ..modeling_length_head import LengthHeadModel
 
@@ -30,6 +32,7 @@ __all__ = [
     "default_target_layer_ids",
     "drafter_config_for_target",
     "initialize_from_target",
+    "new_confidence_head",
 ]
 
 _DEFAULT_LAYERS = 5
@@ -203,6 +206,18 @@ def attach_length_head(drafter: DFlashDrafterModel, head_type: str = "mean_linea
     drafter.config.length_head_config = head_config
     drafter.length_head = LengthHeadModel(head_config).to(drafter.device, drafter.dtype)
     return drafter.length_head
+
+
+def new_confidence_head(drafter: DFlashDrafterModel) -> ConfidenceHeadModel:
+    """
+    A new confidence head for the blocks of a drafter, which stays as it is.
+
+    Args:
+        drafter (`DFlashDrafterModel`):
+            Gives sizes, device and dtype.
+    """
+    config = ConfidenceHeadConfig(hidden_size=drafter.config.hidden_size, draft_length=drafter.config.draft_length)
+    return ConfidenceHeadModel(config).to(drafter.device, drafter.dtype)
 
 
 def _layer_tensors(layer: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -81,6 +81,8 @@ class DraftMetrics:
         self.loss_weight = zeros(1)
         self.head_sums = zeros(2)
         self.head_blocks = zeros(1)
+        self.confidence_sums = zeros(2)
+        self.confidence_counts = zeros(2)
 
     def add_blocks(self, acceptance: Acceptance, domain_ids: torch.Tensor, valid: torch.Tensor) -> None:
         """
@@ -129,6 +131,29 @@ class DraftMetrics:
         self.head_sums += torch.stack([error.abs().sum(), error.square().sum()])
         self.head_blocks += len(error)
 
+    def add_confidence(
+        self, loss: torch.Tensor, prefix_probabilities: torch.Tensor, verdicts: torch.Tensor, is_known: torch.Tensor
+    ) -> None:
+        """
+        Count losses and errors of a confidence head.
+
+        Args:
+            loss (`torch.Tensor` of shape `[]`):
+                Its mean loss over the slots with a verdict.
+            prefix_probabilities (`torch.Tensor` of shape `[n, draft_length]`):
+                Its estimates that a slot is accepted.
+            verdicts (`torch.Tensor` of shape `[n, draft_length]`):
+                See [`slot_verdicts`].
+            is_known (`torch.Tensor` of shape `[n]`):
+                Blocks whose number of accepted drafts is final.
+        """
+        slots = (verdicts >= 0).sum()
+        expected, accepted = prefix_probabilities.detach().sum(dim=-1), (verdicts == 1).sum(dim=-1)
+        # As a share of the block, so that the length head's error compares with it.
+        error = (expected - accepted).abs()[is_known].double() / (len(self.accepted_at) + 1)
+        self.confidence_sums += torch.stack([loss.detach().double() * slots, error.sum()])
+        self.confidence_counts += torch.stack([slots, is_known.sum()])
+
     def reduce(self, add_over_processes: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace each sum by the sum over all processes."""
         for name, value in vars(self).items():
@@ -146,7 +171,7 @@ class DraftMetrics:
         Returns:
             `dict[str, float]`: `acceptance_length` (bonus included; overall, by domain, and the spread between the
             best and the worst domain), `acceptance_position_<i>` (share of blocks whose first i drafts were accepted),
-            losses in nats, and errors of the length head as a share of the block.
+            losses in nats, and errors of the heads as a share of the block.
         """
         values: dict[str, float] = {}
         blocks = self.blocks.sum().item()
@@ -170,5 +195,9 @@ class DraftMetrics:
             absolute, squared = (self.head_sums / self.head_blocks).tolist()
             values["length_head_error"] = absolute
             values["length_head_loss"] = squared
+        if self.confidence_counts.min().item():
+            loss, error = (self.confidence_sums / self.confidence_counts).tolist()
+            values["confidence_head_loss"] = loss
+            values["confidence_head_error"] = error
         values["blocks"] = blocks
         return {f"{prefix}_{name}": value for name, value in values.items()}

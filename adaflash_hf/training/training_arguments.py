@@ -8,12 +8,13 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ..errors import InvalidInputError
+from .head_labels import LENGTH_LABELS
 from .objectives import OBJECTIVES, DraftObjective
 
 
 __all__ = ["DrafterTrainingArguments"]
 
-TRAIN_ONLY = ("drafter", "length_head")
+TRAIN_ONLY = ("drafter", "length_head", "confidence_head")
 TEACHERS = ("auto", "none", "top_k", "full")
 
 
@@ -28,17 +29,19 @@ class DrafterTrainingArguments(TrainingArguments):
 
     Args:
         train_only (`str`, *optional*):
-            `"drafter"` leaves the length head alone, `"length_head"` trains the head on a frozen drafter. By default
-            both are trained; the head's gradient never reaches the drafter.
+            `"drafter"` leaves the length head alone, `"length_head"` trains the head on a frozen drafter, and
+            `"confidence_head"` a separate [`ConfidenceHeadModel`]. By default drafter and length head are trained; the
+            head's gradient never reaches the drafter.
 
         > What is learned
 
         objective (`str`, defaults to `"mixture"`):
-            `"mixture"`, `"cross_entropy"`, `"reverse_kl"` or `"forward_kl"`, see [`DraftObjective.named`].
+            `"mixture"`, `"cross_entropy"`, `"reverse_kl"`, `"forward_kl"` or `"acceptance"`, see
+            [`DraftObjective.named`].
         hard_label_weight (`float`, defaults to 0.8):
             Share of the hard label in the mixture.
         divergence (`str`, defaults to `"reverse_kl"`):
-            The other part of the mixture: `"reverse_kl"` or `"forward_kl"`.
+            The other part of the mixture: `"reverse_kl"`, `"forward_kl"` or `"acceptance"`.
         clip (`str`, defaults to `"entry"`):
             What of the divergence is clipped: `"entry"`, `"sum"` or `"none"`.
         clip_threshold (`float`, defaults to 0.01):
@@ -50,6 +53,11 @@ class DrafterTrainingArguments(TrainingArguments):
             the target on the fly, `"none"`. Auto takes what the objective needs, stored if there is one.
         vocabulary_size (`int`, *optional*):
             Train on a softmax over this many of the tokens that occur; by default over all.
+        length_labels (`str`, defaults to `"hindsight"`):
+            What the length head learns: the accepted share of the full block (`"hindsight"`), or of as much of it as
+            decoding by the head itself would have verified (`"truncated"`).
+        length_scale (`float`, defaults to 1.3):
+            Of that decoding; nothing else here depends on it.
 
         > How much of a trajectory is used
 
@@ -65,7 +73,7 @@ class DrafterTrainingArguments(TrainingArguments):
         vector_learning_rate (`float`, *optional*):
             Learning rate of what is not a matrix; by default `learning_rate`.
         length_head_learning_rate (`float`, defaults to 2e-4):
-            Learning rate of the length head.
+            Learning rate of the length head, or of the confidence head.
         logits_memory_bytes (`int`, defaults to 268435456):
             What the logits of one chunk of rows and their temporaries may occupy.
     """
@@ -81,7 +89,7 @@ class DrafterTrainingArguments(TrainingArguments):
     # DDP's search starts from the drafter's output, so it would take the length head, applied after it, for unused.
     ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "All of them are used."})
 
-    train_only: str | None = field(default=None, metadata={"help": "`drafter` or `length_head`; both by default."})
+    train_only: str | None = field(default=None, metadata={"help": f"{' or '.join(TRAIN_ONLY)}."})
     objective: str = field(default="mixture", metadata={"help": f"One of {', '.join(OBJECTIVES)}."})
     hard_label_weight: float = field(default=0.8, metadata={"help": "Share of the hard label in the mixture."})
     divergence: str = field(default="reverse_kl", metadata={"help": "The mixture's other part."})
@@ -90,6 +98,8 @@ class DrafterTrainingArguments(TrainingArguments):
     position_decay: float | None = field(default=None, metadata={"help": "Slots to a weight of 1/e; none by default."})
     teacher: str = field(default="auto", metadata={"help": "`top_k`, `full`, `none` or `auto`."})
     vocabulary_size: int | None = field(default=None, metadata={"help": "Tokens in the training softmax."})
+    length_labels: str = field(default="hindsight", metadata={"help": f"One of {', '.join(LENGTH_LABELS)}."})
+    length_scale: float = field(default=1.3, metadata={"help": "Of the decoding that truncated labels imitate."})
     anchors_per_trajectory: int = field(default=512, metadata={"help": "Blocks per trajectory and epoch."})
     eval_anchors_per_trajectory: int = field(default=32, metadata={"help": "Blocks per held-out trajectory."})
     use_muon: bool = field(default=False, metadata={"help": "Muon for matrices, AdamW for the rest."})
@@ -99,18 +109,29 @@ class DrafterTrainingArguments(TrainingArguments):
 
     def __post_init__(self, *args: Any, **kwargs: Any) -> None:
         super().__post_init__(*args, **kwargs)
-        for name, allowed in (("train_only", (None, *TRAIN_ONLY)), ("teacher", TEACHERS)):
+        for name, allowed in (
+            ("train_only", (None, *TRAIN_ONLY)),
+            ("teacher", TEACHERS),
+            ("length_labels", LENGTH_LABELS),
+        ):
             if getattr(self, name) not in allowed:
                 choices = ", ".join(repr(value) for value in allowed if value is not None)
                 raise InvalidInputError(f"`{name}` is {getattr(self, name)!r}; choose one of {choices}.")
         for name in ("anchors_per_trajectory", "eval_anchors_per_trajectory"):
             if getattr(self, name) < 1:
                 raise InvalidInputError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
-        if self.teacher == "none" and self.draft_objective.needs_teacher and self.train_only != "length_head":
+        if self.length_scale <= 0:
+            raise InvalidInputError(f"`length_scale` is {self.length_scale}; it must be above 0 (1.3 is usual).")
+        if self.teacher == "none" and self.draft_objective.needs_teacher and self.trains_drafter:
             raise InvalidInputError(
                 f"`teacher` is 'none', but `objective` {self.objective!r} compares with the target's distribution; "
                 "choose 'top_k' or 'full', or the objective 'cross_entropy'."
             )
+
+    @property
+    def trains_drafter(self) -> bool:
+        """Whether the drafter itself learns, not only a head on it."""
+        return self.train_only in (None, "drafter")
 
     @property
     def draft_objective(self) -> DraftObjective:

@@ -16,6 +16,7 @@ from adaflash_hf.training.vocabulary import build_restricted_vocabulary, count_t
 
 MIXTURE = DraftObjective(0.5, "forward_kl", "none")
 CROSS_ENTROPY = DraftObjective(1.0, labels="trajectory")
+ACCEPTANCE = DraftObjective(0.0, "acceptance", "none", labels="trajectory")
 LAYER_IDS = [0, 2]
 
 
@@ -53,13 +54,14 @@ def naive_outcome(drafter, target, batch, objective):
             noise = target.get_input_embeddings()(block)
             hidden = drafter(noise_embeds=noise, context_hidden_states=context[:, :anchor]).last_hidden_state[0]
             log_q = drafter.compute_logits(hidden[-config.draft_length :], target.lm_head).log_softmax(-1)
-            count, running = 0, True
+            count, running, reached = 0, True, 1.0
             for slot, label in enumerate(labels.tolist()):
                 if label == IGNORED_LABEL:
                     break
                 log_p = output.logits[0, anchor + slot].log_softmax(-1)
-                hard = -log_q[slot, label if objective is CROSS_ENTROPY else int(log_p.argmax())]
-                soft = (log_p.exp() * (log_p - log_q[slot])).sum()
+                hard = -log_q[slot, label if objective is not MIXTURE else int(log_p.argmax())]
+                reached = reached * log_q[slot, label].exp()
+                soft = (log_p.exp() * (log_p - log_q[slot])).sum() if objective is MIXTURE else 1 - reached
                 weight = objective.hard_label_weight
                 losses.append((2.718281828 ** (-slot / decay), weight * hard + (1 - weight) * soft))
                 running = running and int(log_q[slot].argmax()) == label
@@ -70,7 +72,10 @@ def naive_outcome(drafter, target, batch, objective):
 
 
 @pytest.mark.parametrize("layout", ["anchor_then_masks", "anchor_first"])
-@pytest.mark.parametrize(("objective", "teacher"), [(CROSS_ENTROPY, "none"), (MIXTURE, "full"), (MIXTURE, "top_k")])
+@pytest.mark.parametrize(
+    ("objective", "teacher"),
+    [(CROSS_ENTROPY, "none"), (ACCEPTANCE, "none"), (MIXTURE, "full"), (MIXTURE, "top_k")],
+)
 def test_loss_gradient_and_acceptance_equal_the_definitions(target, directory, layout, objective, teacher):
     drafter = tiny_drafter(target, block_layout=layout)
     batch = batch_of(directory, drafter, features=teacher != "full")
@@ -128,6 +133,24 @@ def test_length_head_learns_the_hindsight_label_and_leaves_the_drafter_alone(tar
     outcome.head.loss.backward()
     with_gradient = {name for name, parameter in drafter.named_parameters() if parameter.grad is not None}
     assert with_gradient == {name for name, _ in drafter.named_parameters() if name.startswith("length_head.")}
+
+
+def test_truncated_labels_are_only_what_the_head_learns(target, directory):
+    drafter = tiny_drafter(target)
+    head = attach_length_head(drafter)
+    batch = batch_of(directory, drafter)
+    plain = DraftStep(drafter, target, CROSS_ENTROPY)
+    # As if the target had said whatever is drafted, so that all of every block is accepted.
+    batch["labels"][batch["labels"] != IGNORED_LABEL] = plain.run(drafter, batch).draft.predicted_ids
+    hindsight = plain.run(drafter, batch).head
+    step = DraftStep(drafter, target, CROSS_ENTROPY, length_labels="truncated", length_scale=0.1)
+    with torch.no_grad():
+        head.out.bias.fill_(-9)  # asks for the two rows that are always verified
+    outcome = step.run(drafter, batch).head
+    assert torch.equal(outcome.labels, hindsight.labels) and outcome.labels.unique().tolist() == [1.0]
+    torch.testing.assert_close(outcome.loss, (outcome.ratio - 2 / 4).square().mean())
+    with pytest.raises(InvalidInputError, match="length_labels"):
+        DraftStep(drafter, target, CROSS_ENTROPY, length_labels="seen")
 
 
 def test_target_logit_rules_apply_to_the_teacher(target):

@@ -15,8 +15,10 @@ from tiny_trainer import LAYER_IDS, make_trainer, weights_of
 from tiny_trajectories import make_trajectories, run_until_killed
 from transformers import TrainerCallback
 
+from adaflash_hf import ConfidenceHeadModel
 from adaflash_hf.errors import DrafterCompatibilityError, InvalidInputError
 from adaflash_hf.training.drafter_trainer import DrafterTrainer, last_complete_checkpoint
+from adaflash_hf.training.initialization import new_confidence_head
 from adaflash_hf.training.optimizers import MuonWithAdamW
 from adaflash_hf.training.training_arguments import DrafterTrainingArguments
 from adaflash_hf.training.trajectory_dataset import TrajectoryDataset
@@ -71,6 +73,39 @@ def test_only_what_is_asked_for_is_trained(target, directory, tmp_path, train_on
         set(before) - head if drafter_changes else set()
     )
     assert not any(parameter.requires_grad for parameter in trainer.target_model.parameters())
+
+
+def test_a_confidence_head_learns_on_a_frozen_drafter(target, directory, tmp_path):
+    drafter = tiny_drafter(target, seed=4)
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    trainer = make_trainer(
+        target,
+        directory,
+        tmp_path,
+        train_only="confidence_head",
+        confidence_head=new_confidence_head(drafter),
+        num_train_epochs=4,
+        length_head_learning_rate=3e-2,
+        save_strategy="epoch",
+    )
+    first = trainer.evaluate(trainer.train_dataset)
+    trainer.train()
+    last = trainer.evaluate(trainer.train_dataset)
+    assert last["eval_confidence_head_loss"] < first["eval_confidence_head_loss"]
+    assert last["eval_confidence_head_error"] < first["eval_confidence_head_error"]
+    assert last["eval_acceptance_length"] == first["eval_acceptance_length"]
+    frozen = trainer.draft_step.drafter.state_dict()
+    assert all(torch.equal(frozen[name], value) for name, value in before.items())
+    saved = ConfidenceHeadModel.from_pretrained(last_complete_checkpoint(tmp_path))
+    torch.testing.assert_close(saved.proj.weight, trainer.confidence_head.proj.weight)
+
+
+def test_a_confidence_head_must_fit(target, directory, tmp_path):
+    with pytest.raises(InvalidInputError, match="train_only"):
+        make_trainer(target, directory, tmp_path, train_only="confidence_head")
+    other = new_confidence_head(tiny_drafter(target, block_size=6))
+    with pytest.raises(InvalidInputError, match="new_confidence_head"):
+        make_trainer(target, directory, tmp_path, train_only="confidence_head", confidence_head=other)
 
 
 def test_the_head_does_not_disturb_the_drafter(target, directory, tmp_path):

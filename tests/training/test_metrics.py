@@ -65,5 +65,17 @@ def test_parts_of_two_processes_add_up_before_the_division():
     assert parts[0].compute("x") == whole.compute("x")
 
 
+def test_metrics_of_a_confidence_head_by_hand():
+    metrics = DraftMetrics(["math"], draft_length=3)
+    prefix = torch.tensor([[0.5, 0.25, 0.25], [1.0, 1.0, 1.0]])
+    verdicts = torch.tensor([[1, 0, -1], [1, 1, -1]])
+    metrics.add_confidence(torch.tensor(2.0), prefix, verdicts, torch.tensor([True, False]))
+    metrics.add_confidence(torch.tensor(1.0), prefix[:1], torch.tensor([[0, -1, -1]]), torch.tensor([True]))
+    values = metrics.compute("eval")
+    # Four slots with a verdict at 2 nats, one at 1; one draft expected where one and where none was accepted.
+    assert values["eval_confidence_head_loss"] == pytest.approx(9 / 5)
+    assert values["eval_confidence_head_error"] == pytest.approx((0 + 1) / 2 / 4)
+
+
 def test_nothing_counted_gives_no_ratios():
     assert DraftMetrics(["a"], 2).compute("eval") == {"eval_blocks": 0.0}

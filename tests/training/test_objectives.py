@@ -8,68 +8,24 @@ import torch
 from adaflash_hf.errors import InvalidInputError
 from adaflash_hf.training.objectives import (
     IGNORED_LABEL,
-    DenseTeacher,
     DraftObjective,
-    TeacherRows,
-    TopKTeacher,
     divergence_of,
-    draft_loss,
     position_weights,
+    prefix_probabilities,
     row_losses,
-    rows_per_chunk,
 )
+from adaflash_hf.training.teachers import TeacherRows
 
 
 # The worked example of the design: both distributions over a vocabulary of four.
 Q = torch.tensor([[0.55, 0.30, 0.10, 0.05]], dtype=torch.float64)
 P = torch.tensor([[0.80, 0.15, 0.04, 0.01]], dtype=torch.float64)
 
-OBJECTIVES = [
-    DraftObjective(hard_label_weight=1.0, labels="trajectory"),
-    DraftObjective(0.8, "reverse_kl", "none"),
-    DraftObjective(0.8, "reverse_kl", "entry", 0.01),
-    DraftObjective(0.3, "reverse_kl", "sum", 1.0),
-    DraftObjective(0.0, "forward_kl", "none"),
-    DraftObjective(0.5, "forward_kl", "none", labels="trajectory"),
-]
-
 
 def worked_example(**fields):
     teacher = TeacherRows(P.log(), P.argmax(-1))
     # The label is the target's likeliest token, whatever followed in the trajectory.
     return row_losses(Q.log(), torch.tensor([2]), DraftObjective(**fields), teacher)
-
-
-def random_problem(rows=13, hidden_size=6, vocab_size=11, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(*shape):
-        return torch.randn(*shape, generator=generator, dtype=dtype)
-
-    head, target_head = randn(vocab_size, hidden_size), randn(vocab_size, 5)
-    labels = torch.randint(vocab_size, (rows,), generator=generator)
-    labels[3] = IGNORED_LABEL
-    weights = torch.rand(rows, generator=generator, dtype=dtype)
-    weights[3] = 0
-    teacher = DenseTeacher(randn(rows, 5), lambda states: states @ target_head.T)
-    return randn(rows, hidden_size), labels, weights, head, teacher
-
-
-def dense_mixture(hidden, labels, weights, head, teacher, objective):
-    """The formulas once more, on all logits, written without the library's parts."""
-    q = torch.softmax(hidden @ head.T, -1)
-    p = torch.softmax(teacher.project(teacher.hidden_states), -1)
-    label = labels if objective.labels == "trajectory" else p.argmax(-1)
-    hard = -q[torch.arange(len(q)), label.clamp(min=0)].log()
-    entries = q * (q / p).log() if objective.divergence == "reverse_kl" else p * (p / q).log()
-    if objective.clip == "entry":
-        divergence = torch.where(entries < objective.clip_threshold, entries, objective.clip_threshold).sum(-1)
-    else:
-        divergence = entries.sum(-1)
-    if objective.clip == "sum":
-        divergence = torch.where(divergence < objective.clip_threshold, divergence, objective.clip_threshold)
-    loss = objective.hard_label_weight * hard + (1 - objective.hard_label_weight) * divergence
-    return (loss * weights).sum() / weights.sum()
 
 
 def test_worked_example():
@@ -106,113 +62,49 @@ def test_a_clipped_entry_has_no_gradient():
     assert log_q.grad[0, 0] != 0 and log_q.grad[0, 1:].tolist() == [0, 0, 0]
 
 
-def test_top_k_teacher_with_all_tokens_equals_the_dense_one():
-    ids = torch.tensor([[0, 1, 2, 3]])
-    sparse = TopKTeacher(ids, P.log()).rows(slice(0, 1))
-    for divergence in ("reverse_kl", "forward_kl"):
-        objective = DraftObjective(0.5, divergence, "none")
-        dense = row_losses(Q.log(), ids[:, 0], objective, TeacherRows(P.log(), P.argmax(-1)))
-        # The rest is nothing, but counts as 1e-6 to stay finite.
-        assert row_losses(Q.log(), ids[:, 0], objective, sparse).loss.item() == pytest.approx(
-            dense.loss.item(), abs=1e-5
-        )
-
-
-def test_top_k_teacher_counts_all_other_tokens_as_one_event():
-    sparse = TopKTeacher(torch.tensor([[0, 1]]), P[:, :2].log()).rows(slice(0, 1))
-    losses = row_losses(Q.log(), torch.tensor([0]), DraftObjective(0.0, "forward_kl", "none"), sparse)
-    expected = 0.8 * math.log(0.8 / 0.55) + 0.15 * math.log(0.15 / 0.30) + 0.05 * math.log(0.05 / 0.15)
-    assert losses.divergence.item() == pytest.approx(expected)
-
-
-def test_top_k_teacher_counts_tokens_outside_the_vocabulary_with_the_rest():
-    sparse = TopKTeacher(torch.tensor([[0, -1]]), P[:, :2].log()).rows(slice(0, 1))
-    logits = Q.log().requires_grad_()
-    losses = row_losses(logits, torch.tensor([0]), DraftObjective(0.0, "reverse_kl", "none"), sparse)
-    expected = 0.55 * math.log(0.55 / 0.80) + 0.45 * math.log(0.45 / 0.20)
-    assert losses.divergence.item() == pytest.approx(expected)
+def test_acceptance_by_hand():
+    # Two blocks. The first drafts its labels with probability 1/2, 0.4 and 0.5, the second one slot with 0.9.
+    right = torch.tensor([0.5, 0.4, 0.5, 0.9], dtype=torch.float64)
+    logits = torch.stack([right, 1 - right], dim=-1).log().requires_grad_()
+    acceptance = DraftObjective(0.0, "acceptance", "none")
+    losses = row_losses(logits, torch.zeros(4, dtype=torch.long), acceptance, slots=torch.tensor([0, 1, 2, 0]))
+    assert losses.loss.tolist() == pytest.approx([1 - 0.5, 1 - 0.5 * 0.4, 1 - 0.5 * 0.4 * 0.5, 1 - 0.9])
+    # Slots of the first block less its expected accepted drafts, 0.5 + 0.2 + 0.1.
+    assert losses.loss[:3].sum().item() == pytest.approx(3 - 0.8)
     losses.loss.sum().backward()
-    assert logits.grad.isfinite().all()
-    outside = TopKTeacher(torch.tensor([[-1, 0]]), P[:, :2].log()).rows(slice(0, 1))
-    assert outside.best_ids.tolist() == [IGNORED_LABEL]
+    # d(E)/d(log q_j) is the sum of the products that slot j is in, and d(log q)/d(logit) is 1 - q.
+    expected = [-0.8 * 0.5, -0.3 * 0.6, -0.1 * 0.5, -0.9 * 0.1]
+    assert logits.grad[:, 0].tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-@pytest.mark.parametrize("chunk_rows", [1, 5, 64])
-def test_chunked_equals_dense_in_value_and_gradient(objective, chunk_rows):
-    # float32 with the tolerance that the design asks for.
-    hidden, labels, weights, head, teacher = random_problem(dtype=torch.float32)
-    hidden.requires_grad_()
-    expected = dense_mixture(hidden, labels, weights, head, teacher, objective)
-    (expected_gradient,) = torch.autograd.grad(expected, hidden)
-    result = draft_loss(hidden, labels, weights, lambda rows: rows @ head.T, objective, teacher, chunk_rows=chunk_rows)
-    (gradient,) = torch.autograd.grad(3 * result.loss, hidden)
-    torch.testing.assert_close(result.loss, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(gradient, 3 * expected_gradient, atol=1e-5, rtol=1e-5)
-    assert torch.equal(result.predicted_ids, (hidden @ head.T).argmax(-1))
+def test_nothing_is_accepted_after_a_token_that_cannot_be_drafted():
+    logits = torch.zeros(3, 2, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([0, IGNORED_LABEL, 0])
+    losses = row_losses(logits, labels, DraftObjective(0.0, "acceptance", "none"), slots=torch.tensor([0, 1, 2]))
+    assert losses.loss.tolist() == [0.5, 1, 1]
+    losses.loss.sum().backward()
+    assert logits.grad.isfinite().all() and logits.grad[1:].abs().sum() == 0 and logits.grad[0, 0] < 0
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-def test_gradcheck(objective):
-    hidden, labels, weights, head, teacher = random_problem(rows=5)
-    hidden.requires_grad_()
-
-    def loss(states):
-        return draft_loss(states, labels, weights, lambda rows: rows @ head.T, objective, teacher, chunk_rows=2).loss
-
-    assert torch.autograd.gradcheck(loss, (hidden,))
+def test_a_mixture_with_acceptance():
+    logits = torch.tensor([[0.25, 0.75]], dtype=torch.float64).log()
+    label, slot = torch.tensor([0]), torch.tensor([0])
+    losses = row_losses(logits, label, DraftObjective(0.5, "acceptance", "none"), slots=slot)
+    assert losses.loss.item() == pytest.approx(0.5 * math.log(4) + 0.5 * 0.75)
 
 
-def test_gradcheck_with_a_top_k_teacher():
-    hidden, labels, weights, head, dense = random_problem(rows=5)
-    top = dense.rows(slice(0, 5)).log_p.topk(3)
-    ids = top.indices.clone()
-    ids[1, 2] = ids[2, 0] = -1
-    hidden.requires_grad_()
-    for divergence in ("reverse_kl", "forward_kl"):
-        objective = DraftObjective(0.5, divergence, "none")
-
-        def loss(states, objective=objective):
-            teacher = TopKTeacher(ids, top.values)
-            return draft_loss(
-                states, labels, weights, lambda rows: rows @ head.T, objective, teacher, chunk_rows=2
-            ).loss
-
-        assert torch.autograd.gradcheck(loss, (hidden,))
+def test_prefix_probabilities_of_blocks_of_different_lengths():
+    log_probs = torch.tensor([0.5, 0.5, 0.25, 0.5, 0.5]).log()
+    result = prefix_probabilities(log_probs, torch.tensor([0, 1, 0, 1, 2]))
+    assert result.tolist() == pytest.approx([0.5, 0.25, 0.25, 0.125, 0.0625])
+    assert prefix_probabilities(log_probs[:0], torch.zeros(0, dtype=torch.long)).tolist() == []
 
 
-def test_slots_without_weight_change_nothing():
-    hidden, labels, weights, head, _ = random_problem()
-    objective = DraftObjective(1.0)
-    kept = weights > 0
-    one = draft_loss(hidden, labels, weights, lambda rows: rows @ head.T, objective)
-    two = draft_loss(hidden[kept], labels[kept], weights[kept], lambda rows: rows @ head.T, objective)
-    torch.testing.assert_close(one.loss, two.loss)
-    nothing = draft_loss(hidden, labels, 0 * weights, lambda rows: rows @ head.T, objective)
-    assert nothing.loss.item() == 0
-
-
-def test_never_more_than_a_chunk_of_logits():
-    hidden, labels, weights, head, _ = random_problem()
-    seen = []
-
-    def project(rows):
-        seen.append(len(rows))
-        return rows @ head.T
-
-    draft_loss(hidden, labels, weights, project, DraftObjective(1.0), chunk_rows=4)
-    assert seen == [4, 4, 4, 1]
-    # 152k columns in 256 MB: logits, gradients and temporaries of 70 rows.
-    assert rows_per_chunk(151_936, 256 * 2**20) == 73
-    assert rows_per_chunk(10**9, 1) == 1
-
-
-def test_half_precision_hidden_states_give_a_float32_loss():
-    hidden, labels, weights, head, _ = random_problem(dtype=torch.float32)
-    states = hidden.bfloat16().requires_grad_()
-    result = draft_loss(states, labels, weights, lambda rows: rows @ head.bfloat16().T, DraftObjective(1.0))
-    result.loss.backward()
-    assert result.loss.dtype == torch.float32 and states.grad.dtype == torch.bfloat16
+def test_what_needs_a_teacher_and_what_couples_slots():
+    assert DraftObjective(0.8).needs_teacher and not DraftObjective(0.8).couples_slots
+    acceptance = DraftObjective(0.8, "acceptance", "none")
+    assert acceptance.couples_slots and not acceptance.needs_teacher
+    assert not DraftObjective(1.0, "acceptance", "none").couples_slots
 
 
 def test_position_weights():
@@ -229,6 +121,11 @@ def test_named_objectives():
     assert DraftObjective.named("mixture", **fields) == DraftObjective(0.7, "forward_kl", "sum", 0.5)
     assert DraftObjective.named("reverse_kl", **fields) == DraftObjective(0.0, "reverse_kl", "sum", 0.5)
     assert DraftObjective.named("forward_kl", **fields) == DraftObjective(0.0, "forward_kl", "none")
+    assert DraftObjective.named("acceptance", **fields) == DraftObjective(
+        0.0, "acceptance", "none", labels="trajectory"
+    )
+    mixed = DraftObjective.named("mixture", **{**fields, "divergence": "acceptance"})
+    assert mixed == DraftObjective(0.7, "acceptance", "none", labels="trajectory")
     with pytest.raises(InvalidInputError, match="objective"):
         DraftObjective.named("mse", **fields)
 
@@ -239,9 +136,3 @@ def test_named_objectives():
 def test_values_out_of_range_are_refused(fields):
     with pytest.raises(InvalidInputError, match=next(iter(fields))):
         DraftObjective(**fields)
-
-
-def test_a_divergence_needs_a_teacher():
-    hidden, labels, weights, head, _ = random_problem()
-    with pytest.raises(InvalidInputError, match="teacher"):
-        draft_loss(hidden, labels, weights, lambda rows: rows @ head.T, DraftObjective(0.5))
