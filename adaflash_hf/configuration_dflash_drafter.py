@@ -55,6 +55,9 @@ class DFlashDrafterConfig(PreTrainedConfig):
     Args:
         vocab_size (`int`, *optional*, defaults to 151936):
             Vocabulary of the target the drafter was trained for; None when unknown. The drafter has no embedding.
+        draft_vocab_size (`int`, *optional*):
+            Gives the drafter a draft vocabulary: it drafts only the tokens listed in its buffer `draft_token_ids`,
+            and the LM head is multiplied for these rows alone. By default it drafts all tokens.
         hidden_size (`int`, defaults to 4096):
             Width of the drafter. It must equal the target's, whose embeddings and LM head the drafter uses.
         intermediate_size (`int`, defaults to 12288):
@@ -113,6 +116,7 @@ class DFlashDrafterConfig(PreTrainedConfig):
     }
 
     vocab_size: int | None = 151936
+    draft_vocab_size: int | None = None
     hidden_size: int = 4096
     intermediate_size: int = 12288
     num_hidden_layers: int = 5
@@ -247,6 +251,8 @@ class DFlashDrafterConfig(PreTrainedConfig):
 
     def _check_block(self) -> None:
         _check_integer("block_size", self.block_size, minimum=MIN_BLOCK_SIZE)
+        if self.draft_vocab_size is not None:
+            _check_integer("draft_vocab_size", self.draft_vocab_size, minimum=1, maximum=self.vocab_size)
         last_token = None if self.vocab_size is None else self.vocab_size - 1
         _check_integer("mask_token_id", self.mask_token_id, minimum=0, maximum=last_token)
         if self.block_layout not in BLOCK_LAYOUTS:

@@ -236,7 +236,12 @@ class DFlashDrafterPreTrainedModel(StrictCheckpointMixin, PreTrainedModel):
 
 
 class DFlashDrafterModel(DFlashDrafterPreTrainedModel):
-    """Block-diffusion drafter with an optional length head (`length_head`, None without one)."""
+    """
+    Block-diffusion drafter with an optional length head (`length_head`, None without one) and an optional draft
+    vocabulary (`draft_token_ids`: the tokens it drafts, ascending; None for all of the target's).
+    """
+
+    draft_token_ids: torch.Tensor | None
 
     def __init__(self, config: DFlashDrafterConfig) -> None:
         super().__init__(config)
@@ -247,8 +252,21 @@ class DFlashDrafterModel(DFlashDrafterPreTrainedModel):
         self.rotary_emb = DFlashDrafterRotaryEmbedding(config)
         head_config = config.length_head_config
         self.length_head = None if head_config is None else LengthHeadModel(head_config)
+        size = config.draft_vocab_size
+        self.register_buffer("draft_token_ids", None if size is None else torch.arange(size))
         self.gradient_checkpointing = False
         self.post_init()
+
+    def set_draft_vocabulary(self, token_ids: torch.Tensor | None) -> None:
+        """
+        Limits the tokens the drafter can draft; what is generated stays the target's own choice among all of them.
+
+        Args:
+            token_ids (`torch.Tensor` of shape `[draft_vocab_size]`, *optional*):
+                Ids in the target's vocabulary, ascending; None to draft all tokens.
+        """
+        self.config.draft_vocab_size = None if token_ids is None else len(token_ids)
+        self.draft_token_ids = None if token_ids is None else token_ids.to(self.fc.weight.device, torch.long)
 
     def project_context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """

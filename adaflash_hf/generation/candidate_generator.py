@@ -21,6 +21,7 @@ from .acceptance import sample_tokens
 from .cache_rollback import select_cache_rows
 from .compatibility import unwrap_model
 from .context_features import concatenate_context_features, hidden_states_to_request
+from .draft_head import DraftHead
 from .length_policies import FixedLengthPolicy, LengthPolicy
 from .statistics import StatisticsRecorder
 from .visibility import drafter_visibility
@@ -142,7 +143,7 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         self.recorder = recorder or StatisticsRecorder(self.device)
         self._draft_warper = draft_warper
         self._input_embeddings = target.get_input_embeddings()
-        self._output_embeddings = target.get_output_embeddings()
+        self._draft_head = DraftHead(self.base_drafter, target.get_output_embeddings())
         self._first_draft_slot = 1 if self.config.block_layout == "anchor_then_masks" else 0
         self.longest_verify_length = self.config.block_size + (1 - self._first_draft_slot)
         self.hidden_state_ids = hidden_states_to_request(self.config.target_layer_ids)
@@ -262,9 +263,9 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         kept = hidden_states[:, first : first + num_drafts]
         if num_drafts == 0:
             return Proposal(torch.zeros(kept.shape[:2], dtype=torch.long, device=device), None, lengths)
-        logits = self.base_drafter.compute_logits(kept, self._output_embeddings).to(device)
         if self._draft_warper is None:
-            return Proposal(logits.argmax(dim=-1), None, lengths)
+            return Proposal(self._draft_head.argmax(kept).to(device), None, lengths)
+        logits = self._draft_head.logits(kept).to(device)
         batch, drafts, vocab = logits.shape
         warped = self._draft_warper(logits.reshape(-1, vocab).float())
         probs = warped.softmax(dim=-1).reshape(batch, drafts, vocab)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInputError
+from ..generation.draft_head import has_plain_rows, select_head_rows
 from .objectives import IGNORED_LABEL
 
 
@@ -68,21 +69,13 @@ class RestrictedVocabulary(nn.Module):
             output_embeddings (`nn.Module`):
                 The target's LM head, with an ordinary floating-point `weight`.
         """
-        weight = getattr(output_embeddings, "weight", None)
-        if weight is None or not weight.is_floating_point() or weight.shape[0] != len(self.lookup):
+        if not has_plain_rows(output_embeddings) or output_embeddings.weight.shape[0] != len(self.lookup):
             raise InvalidInputError(
                 f"`vocabulary_size` needs rows of the target's LM head, but that is a "
                 f"{type(output_embeddings).__name__} without a weight of {len(self.lookup)} floating-point rows; "
                 "leave `vocabulary_size` out."
             )
-        bias = getattr(output_embeddings, "bias", None)
-        # The skeleton takes its tensors from below; on "meta" it costs nothing to make.
-        head = nn.Linear(weight.shape[1], len(self), bias=bias is not None, device="meta")
-        ids = self.token_ids.to(weight.device)
-        head.weight = nn.Parameter(weight.detach()[ids].contiguous(), requires_grad=False)
-        if bias is not None:
-            head.bias = nn.Parameter(bias.detach()[ids].contiguous(), requires_grad=False)
-        return head
+        return select_head_rows(output_embeddings, self.token_ids)
 
 
 def count_tokens(dataset: TrajectoryDataset, indices: Iterable[int], vocab_size: int) -> np.ndarray:
