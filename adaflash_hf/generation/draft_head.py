@@ -8,7 +8,7 @@ leaves most of those rows out; tokens outside of it are then never drafted, and 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -71,9 +71,10 @@ class DraftHead:
         return everything.index_copy_(-1, self._token_ids, logits)
 
 
-def has_plain_rows(output_embeddings: nn.Module) -> bool:
+def has_plain_rows(output_embeddings: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether an LM head is an ordinary linear layer whose weight is at hand, so that rows can be taken from it."""
-    if type(output_embeddings) not in (nn.Linear, PrepackedLinear):
+    # Subclasses store or compute something else than rows of a weight.
+    if not isinstance(output_embeddings, nn.Linear) or type(output_embeddings) not in (nn.Linear, PrepackedLinear):
         return False
     weight = output_embeddings.weight
     return not weight.is_meta and weight.dtype.is_floating_point and weight.dtype.itemsize > 1
