@@ -1,0 +1,78 @@
+"""Directories that appear complete or not at all, whatever is killed when."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+__all__ = ["directory_written_aside", "flush_directory"]
+
+
+@contextmanager
+def directory_written_aside(path: Path) -> Iterator[Path]:
+    """
+    A directory to write into; when the block ends, everything in it is on the disk and it takes its name. A directory
+    of that name is replaced. If the block fails, nothing is left behind and what was there stays.
+
+    Args:
+        path (`Path`):
+            Name of the finished directory. Its parent is made if need be.
+
+    Yields:
+        `Path`: Directory to write into, beside the finished one; a killed process leaves it behind, under a hidden
+        name that ends in `.partial`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    try:
+        # mkdtemp makes a private directory; a checkpoint is as readable as any other new directory here.
+        os.chmod(partial, 0o777 & ~_umask())
+        yield partial
+        flush_directory(partial)
+        _take_name(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    _flush(path.parent)
+
+
+def flush_directory(path: Path) -> None:
+    """Waits until every file below `path`, and the directories' own entries, are on the disk."""
+    for folder, _, names in os.walk(path):
+        for name in names:
+            _flush(Path(folder, name))
+        _flush(Path(folder))
+
+
+def _take_name(partial: Path, path: Path) -> None:
+    if not path.exists():
+        os.rename(partial, path)
+        return
+    # A directory that is not empty cannot be renamed over, so the old one makes room first and comes back on failure.
+    displaced = partial.with_suffix(".replaced")
+    os.rename(path, displaced)
+    try:
+        os.rename(partial, path)
+    except BaseException:
+        os.rename(displaced, path)
+        raise
+    shutil.rmtree(displaced, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

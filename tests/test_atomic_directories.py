@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from adaflash_hf.atomic_directories import directory_written_aside
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_appears_only_when_the_block_ends(tmp_path):
+    out = tmp_path / "deep" / "out"
+    with directory_written_aside(out) as partial:
+        (partial / "a").write_text("1")
+        assert not out.exists()
+        assert partial.parent == out.parent, "renaming works within one file system only"
+    assert (out / "a").read_text() == "1"
+    assert names(out.parent) == ["out"]
+
+
+def test_a_failure_leaves_what_was_there(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+    with pytest.raises(ZeroDivisionError), directory_written_aside(out) as partial:
+        (partial / "new").write_text("new")
+        raise ZeroDivisionError
+    assert names(tmp_path) == ["out"]
+    assert names(out) == ["old"]
+
+
+def test_replaces_the_whole_directory(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+    with directory_written_aside(out) as partial:
+        (partial / "new").write_text("new")
+    assert names(tmp_path) == ["out"]
+    assert names(out) == ["new"]
+
+
+def test_the_old_directory_returns_if_the_new_one_cannot_take_its_name(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+    rename = os.rename
+
+    def fail_for_the_new_one(source, target):
+        if str(source).endswith(".partial"):
+            raise OSError("no")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail_for_the_new_one)
+    with pytest.raises(OSError, match="no"), directory_written_aside(out) as partial:
+        (partial / "new").write_text("new")
+    assert names(tmp_path) == ["out"]
+    assert names(out) == ["old"]
+
+
+def test_others_may_read_it(tmp_path):
+    (tmp_path / "plain").mkdir()
+    with directory_written_aside(tmp_path / "out") as partial:
+        (partial / "a").write_text("1")
+    mode = stat.S_IMODE((tmp_path / "out").stat().st_mode)
+    assert mode == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
