@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from .commands.ablate import app as ablate
 from .commands.demo import demo
 from .commands.generate import generate
 from .commands.train import train
@@ -30,6 +31,7 @@ app.command()(generate)
 app.command()(demo)
 app.command()(trajectories)
 app.command()(train)
+app.add_typer(ablate, name="ablate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
