@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from ..evaluation.ablations import AblationData, AblationSettings
     from ..modeling_dflash_drafter import DFlashDrafterModel
-    from ..training.trajectory_dataset import TrajectoryDataset
 
 
 __all__ = ["app"]
@@ -49,6 +48,7 @@ CompareOption = Annotated[
     typer.Option("--compare", help="May be repeated.  [default: all; heads only with a trained drafter]"),
 ]
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Steps of each drafter: the budget.")]
+HeadLearningRateOption = Annotated[float, typer.Option("--head-learning-rate", help="Learning rate of each head.")]
 HeadStepsOption = Annotated[int, typer.Option("--head-steps", min=1, help="Steps of each head.")]
 SeedsOption = Annotated[list[int] | None, typer.Option("--seed", help="May be repeated.  [default: 0, 1 and 2]")]
 VocabularySizesOption = Annotated[
@@ -96,9 +96,11 @@ def objectives(
     batch_size: options.BatchSizeOption = None,
     anchors: options.AnchorsOption = None,
     learning_rate: options.LearningRateOption = None,
+    head_learning_rate: HeadLearningRateOption = 1e-3,
     held_out: options.HeldOutOption = 64,
     eval_anchors: EvalAnchorsOption = 64,
     max_tokens: options.MaxTokensOption = 2048,
+    features: options.FeaturesOption = options.Features.AUTO,
     dtype: DtypeOption = Dtype.AUTO,
     device: DeviceOption = None,
 ) -> None:
@@ -123,7 +125,7 @@ def objectives(
     new_drafter = _starts(init, {name: size for name, size in sizes.items() if size}, target_model, tokenizer)
     trained = _load_float32(head_drafter) if Compare.HEADS in wanted and head_drafter is not None else None
     example = new_drafter(0)
-    data = _split(trajectories, example.config.target_layer_ids, max_tokens, held_out)
+    data = _split(target_model, trajectories, example.config.target_layer_ids, max_tokens, held_out, features)
     given = {
         "vocabulary_size": vocabulary_size,
         "batch_size": batch_size,
@@ -136,6 +138,7 @@ def objectives(
         "trajectories": [str(path) for path in trajectories],
         "steps": steps,
         "head_steps": head_steps,
+        "head_learning_rate": head_learning_rate,
         "eval_anchors": eval_anchors,
     }
     common = _settings(given, fixed, init is None, target_model, example, data)
@@ -159,12 +162,12 @@ def length_head(
     held_out: options.HeldOutOption = 64,
     eval_anchors: EvalAnchorsOption = 64,
     max_tokens: options.MaxTokensOption = 2048,
+    features: options.FeaturesOption = options.Features.AUTO,
     dtype: DtypeOption = Dtype.AUTO,
     device: DeviceOption = None,
 ) -> None:
     """Judge a drafter's length head, and others, on held-out blocks: error, correlation, tokens kept, rows saved."""
     from rich.console import Console
-    from rich.markdown import Markdown
     from torch.utils.data import Subset
 
     from ..embedded_target import load_target
@@ -188,7 +191,7 @@ def length_head(
         name: ConfidenceHeadModel.from_pretrained(path, **place).to(target_model.device)
         for name, path in named_confidences.items()
     }
-    data = _split(trajectories, model.config.target_layer_ids, max_tokens, held_out)
+    data = _split(target_model, trajectories, model.config.target_layer_ids, max_tokens, held_out, features)
     # The constant comes from blocks that nothing else is judged on.
     others = Subset(data.train, range(min(len(data.held_out), len(data.train))))
     judged, calibration = (
@@ -210,8 +213,13 @@ def length_head(
     }
     sections = report.head_sections(results)
     write_results(out / RESULTS, {**sources, **results}, f"Length heads of {drafter}", sections)
-    console.print(Markdown("\n\n".join(sections)))
-    console.print(f"The results are in {out / RESULTS}.md and .json.", highlight=False)
+    _show(console, sections, out)
+
+
+def _show(console: Any, sections: list[str], out: Path) -> None:
+    """As it is in the file: its tables are too wide to be drawn in most terminals."""
+    console.print("\n\n".join(sections), highlight=False, markup=False, soft_wrap=True)
+    console.print(f"\nThe results are in {out / RESULTS}.md and .json.", highlight=False, soft_wrap=True)
 
 
 def _named(values: list[str] | None, option: str) -> dict[str, str]:
@@ -225,21 +233,29 @@ def _named(values: list[str] | None, option: str) -> dict[str, str]:
     return named
 
 
-def _split(trajectories: list[Path], layer_ids: list[int], max_tokens: int, held_out: int) -> AblationData:
+def _split(
+    target_model: PreTrainedModel,
+    trajectories: list[Path],
+    layer_ids: list[int],
+    max_tokens: int,
+    held_out: int,
+    features: options.Features,
+) -> AblationData:
     from torch.utils.data import Subset
 
     from ..evaluation.ablations import AblationData
     from ..training.features import features_path
     from ..training.trajectories import find_trajectory_shards
-    from ..training.trajectory_dataset import TrajectoryDataset, split_by_prompt
+    from ..training.trajectory_dataset import TrajectoryDataset, cache_target_features, split_by_prompt
 
     if held_out < 1:
         raise InvalidInputError(f"`--held-out` is {held_out}; hold out at least one trajectory to judge on.")
     shards = [path for directory in trajectories for path in find_trajectory_shards(directory)]
     is_stored = all(features_path(path).exists() for path in shards)
-    dataset: TrajectoryDataset = TrajectoryDataset(
-        trajectories, feature_layer_ids=layer_ids if is_stored else None, max_tokens=max_tokens
-    )
+    if features is options.Features.CACHE and not is_stored:
+        cache_target_features(target_model, trajectories, layer_ids)
+    reads = features is not options.Features.COMPUTE and (is_stored or features is not options.Features.AUTO)
+    dataset = TrajectoryDataset(trajectories, feature_layer_ids=layer_ids if reads else None, max_tokens=max_tokens)
     train, judged = split_by_prompt(dataset, held_out)
     return AblationData(Subset(dataset, train), Subset(dataset, judged))
 
@@ -322,7 +338,6 @@ def _settings(
         batch_size=values["batch_size"],
         anchors=values["anchors"],
         learning_rate=values["learning_rate"],
-        head_learning_rate=1e-3,
         warmup_steps=values["warmup_steps"],
         decay_fraction=values["decay_fraction"],
         position_decay=values["position_decay"],
@@ -344,8 +359,6 @@ def _run_all(
 ) -> None:
     """Run what is missing; the results file is there after the first run and grows with each."""
     import time
-
-    from rich.markdown import Markdown
 
     from ..embedded_target import without_progress_bars
     from ..evaluation.ablation_tables import ablation_results, ablation_sections
@@ -374,5 +387,4 @@ def _run_all(
 
     with without_progress_bars():
         run_ablations(runs, new_drafter, trained, target_model, data, common, out / RUNS, show)
-    console.print(Markdown("\n\n".join(ablation_sections(comparisons, finished, common, seeds))))
-    console.print(f"The results are in {out / RESULTS}.md and .json.", highlight=False)
+    _show(console, ablation_sections(comparisons, finished, common, seeds), out)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ __all__ = ["HEAD", "AblationData", "AblationSettings", "FinishedRun", "planned_r
 
 # Name of the trained head in a run's own report.
 HEAD = "head"
+_OF_HEADS = {"trained", "head_steps", "head_learning_rate"}
 _FINAL_LEARNING_RATE = 0.02
 
 
@@ -172,7 +173,8 @@ def run_ablations(
     heads = [variant.key for variant, _ in runs if variant.head_of_trained]
     if heads and trained_drafter is None:
         raise InvalidInputError(f"`trained_drafter` is None, but {heads[0]!r} trains a head on one; pass it.")
-    kept = [_read(directory, variant, seed, common) for variant, seed in runs]
+    stored = _read_all(directory, common)
+    kept = [_stored(variant, seed, stored) for variant, seed in runs]
     blocks: list[JudgedBlocks] = []
     for index, (variant, seed) in enumerate(runs):
         run = kept[index]
@@ -285,21 +287,35 @@ def _path(directory: Path, variant_key: str, seed: int) -> Path:
     return directory / f"{variant_key}-seed{seed}.json"
 
 
-def _read(directory: Path, variant: Variant, seed: int, common: AblationSettings) -> FinishedRun | None:
-    path = _path(directory, variant.key, seed)
-    if not path.exists():
-        return None
-    run = FinishedRun(**json.loads(path.read_text(encoding="utf-8")))
-    expected = json.loads(json.dumps({**asdict(common), **variant.settings}))
-    stored = {**run.common, **run.settings}
-    different = sorted(name for name in expected.keys() | stored.keys() if expected.get(name) != stored.get(name))
-    if different:
-        name = different[0]
-        raise InvalidInputError(
-            f"`--out` holds {path.name} with `{name}` {stored.get(name)!r}, now it is {expected.get(name)!r}; runs of "
-            "different budgets cannot be compared. Choose another --out, or remove the runs there."
-        )
+def _read_all(directory: Path, common: AblationSettings) -> dict[tuple[str, int], FinishedRun]:
+    """All runs kept there, also of variants that are not asked for: they end up in the same results."""
+    runs = {}
+    expected = json.loads(json.dumps(asdict(common)))
+    for path in sorted(directory.glob("*-seed*.json")):
+        run = FinishedRun(**json.loads(path.read_text(encoding="utf-8")))
+        # What only heads have in common may be settled later than the drafters' runs.
+        relevant = expected.keys() - (_OF_HEADS if run.head is None else set())
+        _refuse_difference(path.name, run.common, expected, relevant)
+        runs[run.key, run.seed] = run
+    return runs
+
+
+def _stored(variant: Variant, seed: int, stored: Mapping[tuple[str, int], FinishedRun]) -> FinishedRun | None:
+    run = stored.get((variant.key, seed))
+    if run is not None:
+        expected = json.loads(json.dumps(dict(variant.settings)))
+        name = _path(Path(), variant.key, seed).name
+        _refuse_difference(name, run.settings, expected, expected.keys() | run.settings.keys())
     return run
+
+
+def _refuse_difference(file: str, there: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]) -> None:
+    for name in sorted(names):
+        if there.get(name) != now.get(name):
+            raise InvalidInputError(
+                f"`--out` holds {file} with `{name}` {there.get(name)!r}, now it is {now.get(name)!r}; runs of "
+                "different budgets cannot be compared. Choose another --out, or remove the runs there."
+            )
 
 
 def _keep(directory: Path, run: FinishedRun) -> None:

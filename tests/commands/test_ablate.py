@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from stand_ins import SPECIAL_TOKENS, byte_tokenizer
+from tiny_models import tiny_drafter, tiny_target
+from tiny_trajectories import make_trajectories
+
+from adaflash_hf import embedded_target
+from adaflash_hf.cli import main
+from adaflash_hf.embedded_target import LoadedTarget
+from adaflash_hf.training.initialization import attach_length_head, new_confidence_head
+
+
+def make_target():
+    return tiny_target("llama", vocab_size=len(SPECIAL_TOKENS) + 256)
+
+
+@pytest.fixture(autouse=True)
+def tiny_targets(monkeypatch):
+    monkeypatch.setattr(embedded_target, "load_target", lambda *a, **k: LoadedTarget(make_target(), byte_tokenizer()))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trajectories")
+    return make_trajectories(path, make_target(), teacher_top_k=4, capture_layer_ids=(0, 2))
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory):
+    path = tmp_path_factory.mktemp("drafter")
+    model = tiny_drafter(make_target())
+    attach_length_head(model)
+    model.save_pretrained(path / "drafter")
+    attach_length_head(model, "mean_last_residual").save_pretrained(path / "other_head")
+    new_confidence_head(model).save_pretrained(path / "confidence")
+    return path
+
+
+def run(*arguments):
+    return main(["ablate", *map(str, arguments)])
+
+
+def test_objectives_go_on_where_they_were(directory, tmp_path, capsys):
+    common = ("objectives", "--trajectories", directory, "--out", tmp_path, "--from-scratch", "--layers", 1)
+    common = (*common, "--block-size", 4, "--compare", "clip", "--steps", 2, "--anchors", 4, "--held-out", 3)
+    assert run(*common, "--seed", 5) == 2
+    assert "--features compute" in capsys.readouterr().err  # stored are those of other layers
+    common = (*common[:-2], "--features", "compute", *common[-2:])
+    assert run(*common, "--seed", 5) == 0
+    assert "3 of 3" in capsys.readouterr().out
+    assert run(*common, "--seed", 5, "--seed", 6) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("(kept)") == 3 and "6 of 6" in shown and "each entry (paper)" in shown
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["seeds"] == [5, 6] and len(results["runs"]) == 6 and results["common"]["steps"] == 2
+    assert "its target's last layers (1 layers, block 4" in (tmp_path / "results.md").read_text()
+    assert json.loads((tmp_path / "run.json").read_text())["settings"]["learning_rate"] == 1e-3
+    assert run(*common[:-2], "--held-out", 4) == 2
+    assert "held_out_trajectories" in capsys.readouterr().err
+
+
+def test_heads_are_compared_on_the_drafter_that_runs_start_from(directory, drafter, tmp_path, capsys):
+    arguments = ("--compare", "heads", "--seed", 0, "--head-steps", 1, "--anchors", 4, "--held-out", 3)
+    start = ("--init", drafter / "drafter")
+    assert run("objectives", "--trajectories", directory, "--out", tmp_path, *start, *arguments) == 0
+    assert "| truncated labels, authors' shape |" in (tmp_path / "results.md").read_text()
+    assert f"on {drafter / 'drafter'}, which stays as it is" in capsys.readouterr().out
+
+
+def test_length_heads_side_by_side(directory, drafter, tmp_path, capsys):
+    heads = ("--head", f"other={drafter / 'other_head'}", "--confidence-head", f"DSpark={drafter / 'confidence'}")
+    arguments = ("--drafter", drafter / "drafter", "--out", tmp_path, *heads, "--held-out", 3, "--scale", 1.3)
+    assert run("length-head", "--trajectories", directory, *arguments, "--threshold", 0.5) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert set(results["estimates"]) == {"constant", "length head", "other", "DSpark"}
+    assert [choice["setting"] for choice in results["choices"]["DSpark, threshold"]] == ["0.5"]
+    assert "| length head, scale 1.3 |" in capsys.readouterr().out
+    assert results["held_out"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["objectives"], "--from-scratch"),
+        (["objectives", "--init", "x", "--from-scratch"], "--from-scratch"),
+        (["objectives", "--from-scratch", "--compare", "heads"], "--head-drafter"),
+        (["objectives", "--from-scratch", "--held-out", "0"], "--held-out"),
+        (["objectives", "--init", "DRAFTER", "--layers", "2"], "num_hidden_layers"),
+        (["length-head", "--drafter", "DRAFTER", "--head", "nameless"], "NAME=DIRECTORY"),
+    ],
+)
+def test_wrong_usage_is_one_line(directory, drafter, tmp_path, capsys, arguments, message):
+    arguments = [str(drafter / "drafter") if argument == "DRAFTER" else argument for argument in arguments]
+    assert run(*arguments, "--trajectories", directory, "--out", tmp_path) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("command", [[], ["objectives"], ["length-head"]])
+def test_help(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert run(*command, "--help") == 0
+    shown = capsys.readouterr().out
+    assert "Usage" in shown and ("--trajectories" in shown) == bool(command)
