@@ -1,8 +1,9 @@
 """Reads the `config.json` and tensor names of DFlash checkpoints that other projects write.
 
-Two are read: z-lab's `DFlashDraftModel` and the AdaFlash authors', which is z-lab's plus a length head. The others
-look alike and mean something else (layer ids shifted by one, a different row-to-token layout, tensors of their own),
-so each is refused by name. Only names and numbers are handled here: no tensor is opened.
+Three are read: z-lab's `DFlashDraftModel`, the AdaFlash authors', which is z-lab's plus a length head, and the export
+for the SGLang plugin, which is z-lab's plus a length head under this package's names. The others look alike and mean
+something else (layer ids shifted by one, a different row-to-token layout, tensors of their own), so each is refused by
+name; `adaflash convert` rewrites those that can be. Only names and numbers are handled here: no tensor is opened.
 """
 
 import re
@@ -14,13 +15,15 @@ from .errors import DrafterCheckpointError
 
 NATIVE_MODEL_TYPE = "dflash_drafter"
 ZLAB_ARCHITECTURE = "DFlashDraftModel"
+PLUGIN_ARCHITECTURE = "AdaFlashDraftModel"
 # transformers' Qwen3Config, which z-lab's checkpoints are loaded with, fills these in when they are absent.
 ZLAB_DEFAULTS = {"head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
 ZLAB_BLOCK_SIZE = 16
 COPIED_FIELDS = (
     "attention_bias attention_dropout bos_token_id dtype eos_token_id head_dim hidden_act hidden_size "
     "initializer_range intermediate_size max_position_embeddings num_attention_heads num_hidden_layers "
-    "num_key_value_heads pad_token_id quantization_config rms_norm_eps torch_dtype vocab_size"
+    "num_key_value_heads pad_token_id quantization_config rms_norm_eps target_model_name_or_path torch_dtype "
+    "vocab_size"
 ).split()
 OPTIONAL_DFLASH_FIELDS = "final_logit_softcapping input_embedding_scale output_multiplier target_hidden_size".split()
 TENSOR_RENAMES = (
@@ -28,6 +31,9 @@ TENSOR_RENAMES = (
     (re.compile(r"^thresh_head_two_model\."), "length_head."),
 )
 USE_ANOTHER = "Use a checkpoint in z-lab's `DFlashDraftModel` format or one saved by this package."
+CONVERT = "Rewrite it with `adaflash convert`."
+# Words in the reasons below by which a format is known that `adaflash convert` reads.
+CONVERTIBLE = ("speculators", "DeepSpec", "TorchSpec", "fused projections")
 
 # What each foreign format is recognised by, and why reading it as DFlash would go wrong.
 FOREIGN_ARCHITECTURES = (
@@ -98,15 +104,12 @@ def native_config_dict(config_dict: dict[str, Any], source: str = "this checkpoi
     native["mask_token_id"] = fields["mask_token_id"]
     native["num_target_layers"] = fields["num_target_layers"]
     native["target_layer_ids"] = fields.get("target_layer_ids")
+    _check_depth(native, source)
     is_anchor_first = fields.get("sample_from_anchor") or fields.get("query_zero_predicts_next")
     native["block_layout"] = "anchor_first" if is_anchor_first else "anchor_then_masks"
     native.update({name: fields[name] for name in OPTIONAL_DFLASH_FIELDS if fields.get(name) is not None})
     native.update(_attention_fields(config_dict, nested))
-    if nested.get("use_thresh_head_two_model"):
-        native["length_head_config"] = {
-            "head_type": "mean_last_residual",
-            "bottleneck_size": nested.get("thresh_head_bottleneck_dim", 256),
-        }
+    native.update(_length_head_fields(config_dict, nested))
     return native
 
 
@@ -124,7 +127,7 @@ def refuse_foreign_tensors(names: Iterable[str], source: str) -> None:
             if re.search(pattern, name):
                 raise DrafterCheckpointError(
                     f"{source}: the tensor `{name}` belongs to {meaning}; this drafter has no place for it. "
-                    f"{USE_ANOTHER}"
+                    f"{_next_step(meaning)}"
                 )
 
 
@@ -147,10 +150,35 @@ def _refuse_foreign_config(config_dict: dict[str, Any], source: str) -> None:
         reason = "it uses interleaved RoPE (`is_neox_style` is false), which this drafter does not"
     if reason is None and nested.get("thresh_head_direct_len") is False:
         reason = "its length head does not predict the length directly (`thresh_head_direct_len` is false)"
-    if reason is None and ZLAB_ARCHITECTURE not in architectures:
+    if reason is None and not {ZLAB_ARCHITECTURE, PLUGIN_ARCHITECTURE}.intersection(architectures):
         reason = f"`architectures` is {architectures!r} and `model_type` is {config_dict.get('model_type')!r}"
     if reason is not None:
-        raise DrafterCheckpointError(f"{source} cannot be read as a DFlash drafter: {reason}. {USE_ANOTHER}")
+        raise DrafterCheckpointError(f"{source} cannot be read as a DFlash drafter: {reason}. {_next_step(reason)}")
+
+
+def _next_step(reason: str) -> str:
+    return CONVERT if any(word in reason for word in CONVERTIBLE) else USE_ANOTHER
+
+
+def _check_depth(native: dict[str, Any], source: str) -> None:
+    """TorchSpec and older verl-speco write the number of captured layers where z-lab writes the target's depth."""
+    depth, ids = native["num_target_layers"], native["target_layer_ids"]
+    if isinstance(depth, int) and ids and all(isinstance(i, int) for i in ids) and max(ids) >= depth:
+        raise DrafterCheckpointError(
+            f"{source}: `num_target_layers` is {depth} but `target_layer_ids` is {ids}. The field is the target's "
+            "depth; some writers put the number of captured layers there. Set it to the target's `num_hidden_layers`."
+        )
+
+
+def _length_head_fields(config_dict: dict[str, Any], nested: dict[str, Any]) -> dict[str, Any]:
+    """The length head as this package's plugin export describes it, or as the AdaFlash authors' flags do."""
+    described = (config_dict.get("adaflash_config") or {}).get("length_head")
+    if described:
+        return {"length_head_config": dict(described)}
+    if nested.get("use_thresh_head_two_model"):
+        size = nested.get("thresh_head_bottleneck_dim", 256)
+        return {"length_head_config": {"head_type": "mean_last_residual", "bottleneck_size": size}}
+    return {}
 
 
 def _rope_parameters(config_dict: dict[str, Any], source: str) -> dict[str, Any]:

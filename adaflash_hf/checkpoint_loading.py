@@ -99,7 +99,7 @@ def read_checkpoint(model_class: Any, path: Any, config: Any, kwargs: dict[str, 
     native_names = {name: native_tensor_name(name) for name in shapes}
     # A quantised checkpoint holds packed weights and their scales; its loader knows which belong to what.
     if getattr(config, "quantization_config", None) is None:
-        _compare_shapes(model_class, config, {native_names[name]: shape for name, shape in shapes.items()}, source)
+        compare_shapes(model_class, config, {native_names[name]: shape for name, shape in shapes.items()}, source)
     if any(old != new for old, new in native_names.items()):
         if state_dict is None:
             state_dict = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -185,9 +185,18 @@ def _shapes_in(files: Iterable[str]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _compare_shapes(
-    model_class: Any, config: PreTrainedConfig, shapes: dict[str, tuple[int, ...]], source: str
+def compare_shapes(
+    model_class: Any, config: PreTrainedConfig, shapes: Mapping[str, tuple[int, ...]], source: str
 ) -> None:
+    """
+    Raises [`DrafterCheckpointError`] unless a checkpoint holds exactly the tensors that a model has, in their shapes.
+
+    Args:
+        model_class (`type[PreTrainedModel]`): The class to be built.
+        config (`PreTrainedConfig`): Its configuration.
+        shapes (`Mapping[str, tuple]`): Shape of each tensor of the checkpoint, under this package's names.
+        source (`str`): Where they came from, for error messages.
+    """
     with torch.device("meta"):
         # A copy, because building a model settles attention fields of its config.
         model = model_class(copy.deepcopy(config))
@@ -223,6 +232,7 @@ __all__ = [
     "StrictCheckpointMixin",
     "check_loaded_weights",
     "check_loading_info",
+    "compare_shapes",
     "find_weight_files",
     "read_checkpoint",
 ]

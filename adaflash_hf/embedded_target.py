@@ -33,6 +33,7 @@ __all__ = [
     "EMBEDDED_TARGET_NAME",
     "LoadedTarget",
     "default_dtype",
+    "embedded_target_directory",
     "load_target",
     "target_cache_directory",
     "without_progress_bars",
@@ -119,6 +120,21 @@ def default_dtype(device: str | torch.device) -> torch.dtype:
         native = any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16"))
         return torch.bfloat16 if native else torch.float32
     return torch.float32
+
+
+def embedded_target_directory(on_progress: ProgressCallback | None = None) -> Path:
+    """
+    The directory with the embedded target as an ordinary float32 checkpoint, for those that want files: other
+    inference engines, and readers of single tensors.
+
+    Args:
+        on_progress (`Callable[[str], None]`, *optional*):
+            Called with a short text before each slow step.
+
+    Raises:
+        MissingDependencyError: the weights package, or the reader of its file format, is not installed.
+    """
+    return _converted_directory(_find_embedded_weights(), on_progress if on_progress is not None else _ignore_progress)
 
 
 def target_cache_directory() -> Path:

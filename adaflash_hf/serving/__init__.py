@@ -1,0 +1,1 @@
+"""Serving: the same weights for SGLang and vLLM."""

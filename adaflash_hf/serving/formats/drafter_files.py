@@ -1,0 +1,257 @@
+"""Reads a drafter of any known format, and writes one in any: checked before it is written, and read back after."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from ...atomic_directories import directory_written_aside
+from ...checkpoint_loading import compare_shapes
+from ...configuration_dflash_drafter import DFlashDrafterConfig
+from ...embedded_target import without_progress_bars
+from ...errors import DrafterCheckpointError, DrafterExportError, InvalidInputError
+from ...modeling_dflash_drafter import DFlashDrafterModel
+from .adapters import is_adapter, read_adapter
+from .checkpoint_format import CheckpointFormat, DrafterBundle, DrafterForm, WriteOptions
+from .read_back import check_bundle, check_written
+from .reading import Reading, ReadOptions, apply_options
+from .registry import detect_format, format_called
+from .stored_checkpoint import CONFIG_NAME, StoredCheckpoint, open_checkpoint
+
+
+__all__ = ["convert_drafter", "interpret", "read_drafter", "write_drafter"]
+
+# Room on the disk beyond the weights themselves.
+_MARGIN_BYTES = 16 * 2**20
+
+
+def read_drafter(
+    path: str | os.PathLike[str], options: ReadOptions | None = None, hub: Mapping[str, Any] | None = None
+) -> DrafterBundle:
+    """
+    Reads a drafter of any known format from a directory or the Hub. An adapter is merged into its drafter.
+
+    Args:
+        path (`str` or `os.PathLike`): Directory or Hub id.
+        options (`ReadOptions`, *optional*): What the files leave open.
+        hub (`Mapping`, *optional*): Arguments of transformers' `cached_file`, such as `revision` and `token`.
+
+    Raises:
+        InvalidInputError: There is no such checkpoint.
+        DrafterCheckpointError: It is damaged, or not a drafter that this package can represent.
+    """
+    options = options or ReadOptions()
+    if is_adapter(os.fspath(path), hub or {}):
+        bundle = read_adapter(os.fspath(path), hub or {})
+        check_bundle(bundle)
+        return bundle
+    checkpoint = open_checkpoint(path, hub)
+    config, reading = interpret(checkpoint, detect_format(checkpoint), options)
+    bundle = DrafterBundle(
+        config=config,
+        tensors=_load(checkpoint, reading),
+        source=checkpoint.source,
+        notes=reading.notes + [f"`{name}` is left out: {why}." for name, why in reading.dropped.items()],
+    )
+    check_bundle(bundle)
+    return bundle
+
+
+def interpret(
+    checkpoint: StoredCheckpoint, form: CheckpointFormat, options: ReadOptions
+) -> tuple[DFlashDrafterConfig, Reading]:
+    """
+    Works out what a checkpoint is, from its config.json and the headers of its tensors.
+
+    Args:
+        checkpoint (`StoredCheckpoint`): The files.
+        form (`CheckpointFormat`): Their format.
+        options (`ReadOptions`): What the files leave open.
+
+    Raises:
+        DrafterCheckpointError: It contradicts itself, lacks tensors, or cannot be represented.
+    """
+    if form.read is None:
+        raise DrafterCheckpointError(f"{checkpoint.source}: the format {form.name} is not read.")
+    try:
+        reading = form.read(checkpoint, options)
+        apply_options(reading.config, options, checkpoint.source)
+        config = DFlashDrafterConfig.from_dict({**reading.config, "model_type": DFlashDrafterConfig.model_type})
+    except DrafterCheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError) as error:
+        # transformers' own configuration classes raise these for values of a wrong type, in several lines.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DrafterCheckpointError(f"{checkpoint.source}: config.json makes no drafter: {reason}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise DrafterCheckpointError(
+            f"{checkpoint.source} is quantised (`quantization_config`), and only full-precision weights can be "
+            "rewritten. Use the checkpoint it was made from."
+        )
+    shapes = {name: _shape_of(checkpoint, reading, name) for name in reading.sources}
+    shapes |= {name: tuple(tensor.shape) for name, tensor in reading.computed.items()}
+    compare_shapes(DFlashDrafterModel, config, shapes, checkpoint.source)
+    return config, reading
+
+
+def write_drafter(
+    bundle: DrafterBundle,
+    path: str | os.PathLike[str],
+    format_name: str,
+    options: WriteOptions | None = None,
+    *,
+    force: bool = False,
+) -> DrafterForm:
+    """
+    Writes a drafter in a format. The directory appears complete and checked, or not at all.
+
+    Args:
+        bundle (`DrafterBundle`): The drafter.
+        path (`str` or `os.PathLike`): Directory to make.
+        format_name (`str`): One of `WRITABLE_FORMATS`.
+        options (`WriteOptions`, *optional*): Target and dtype.
+        force (`bool`): Replace a drafter that is there.
+
+    Returns:
+        `DrafterForm`: what was written, with notes on what was left out.
+
+    Raises:
+        DrafterExportError: The format cannot hold the drafter, or the place cannot be written to.
+    """
+    form = format_called(format_name)
+    out = Path(path)
+    options = _with_dtype(form, options or WriteOptions())
+    _check_place(out, force)
+    check_bundle(bundle)
+    if form.write is None:
+        raise InvalidInputError(f"`format` is {format_name!r}, which is only read, not written.")
+    written = form.write(bundle, options)
+    check_bundle(written.holds)
+    _check_room(out, written.tensors)
+    try:
+        with directory_written_aside(out) as partial:
+            _save(form, written, partial)
+            check_written(partial, form, written, _read_files(options))
+    except (OSError, SafetensorError) as error:
+        raise DrafterExportError(_why_unwritten(out, error)) from error
+    return written
+
+
+def convert_drafter(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    format_name: str,
+    read_options: ReadOptions | None = None,
+    write_options: WriteOptions | None = None,
+    *,
+    hub: Mapping[str, Any] | None = None,
+    force: bool = False,
+) -> tuple[DrafterBundle, DrafterForm]:
+    """
+    Reads a drafter of any format and writes it in another.
+
+    Args:
+        source (`str` or `os.PathLike`): Directory or Hub id.
+        path (`str` or `os.PathLike`): Directory to make.
+        format_name (`str`): One of `WRITABLE_FORMATS`.
+        read_options (`ReadOptions`, *optional*): What the files leave open.
+        write_options (`WriteOptions`, *optional*): Target and dtype.
+        hub (`Mapping`, *optional*): Arguments of transformers' `cached_file`.
+        force (`bool`): Replace a drafter that is there.
+
+    Returns:
+        `tuple`: what was read and what was written, each with its notes.
+    """
+    if os.path.isdir(source) and os.path.realpath(source) == os.path.realpath(path):
+        raise InvalidInputError(f"`OUT` is {os.fspath(path)!r}, the drafter itself; pass another directory.")
+    # Before a big checkpoint is read for nothing.
+    _check_place(Path(path), force)
+    bundle = read_drafter(source, read_options, hub)
+    return bundle, write_drafter(bundle, path, format_name, write_options, force=force)
+
+
+def _shape_of(checkpoint: StoredCheckpoint, reading: Reading, name: str) -> tuple[int, ...]:
+    source = reading.sources[name]
+    shape = checkpoint.tensors[source.name].shape
+    return shape if source.rows is None else (source.rows[1] - source.rows[0], *shape[1:])
+
+
+def _load(checkpoint: StoredCheckpoint, reading: Reading) -> dict[str, torch.Tensor]:
+    tensors = dict(reading.computed)
+    for name, source in reading.sources.items():
+        tensor = checkpoint.load(source.name)
+        tensors[name] = tensor if source.rows is None else tensor[slice(*source.rows)].clone()
+    return tensors
+
+
+def _with_dtype(form: CheckpointFormat, options: WriteOptions) -> WriteOptions:
+    if form.dtype is None:
+        return options
+    if options.dtype not in (None, form.dtype):
+        raise InvalidInputError(
+            f"`dtype` is {options.dtype}, but {form.title} runs drafters in {form.dtype} only. Leave it out."
+        )
+    return WriteOptions(target=options.target, dtype=form.dtype)
+
+
+def _read_files(options: WriteOptions) -> ReadOptions:
+    return ReadOptions(target=options.target)
+
+
+def _check_place(out: Path, force: bool) -> None:
+    if not out.exists() and not out.is_symlink():
+        return
+    if not out.is_dir() or out.is_symlink():
+        raise InvalidInputError(f"`OUT` is {str(out)!r}, which is there and is no directory; pass another name.")
+    entries = [entry.name for entry in out.iterdir()]
+    if not entries:
+        return
+    if CONFIG_NAME not in entries:
+        raise InvalidInputError(
+            f"`OUT` is {str(out)!r}, a directory that holds something else than a checkpoint ({entries[0]!r}); pass "
+            "another name."
+        )
+    if not force:
+        raise InvalidInputError(f"`OUT` is {str(out)!r}, where there is a checkpoint; pass --force to replace it.")
+
+
+def _check_room(out: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + _MARGIN_BYTES
+    parent = next(parent for parent in (out.absolute(), *out.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise DrafterExportError(
+            f"`OUT` is {str(out)!r}: {needed / 2**20:.0f} MB are needed there and {free / 2**20:.0f} MB are free. "
+            "Make room, or pass a directory on another disk."
+        )
+
+
+def _save(form: CheckpointFormat, written: DrafterForm, folder: Path) -> None:
+    if form.name == "native":
+        # transformers' own way also writes the sources, with which the checkpoint loads without this package.
+        with torch.device("meta"):
+            model = DFlashDrafterModel(written.holds.config)
+        model.load_state_dict(dict(written.tensors), strict=True, assign=True)
+        with without_progress_bars():
+            model.save_pretrained(folder)
+        return
+    save_file(dict(written.tensors), folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+    text = json.dumps(written.config, indent=2, sort_keys=True) + "\n"
+    (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
+
+
+def _why_unwritten(out: Path, error: Exception) -> str:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "os error 28" in reason
+    hint = "The disk is full or a quota is used up; make room" if is_full else "Check that it can be written to"
+    return f"`OUT` is {str(out)!r} and could not be written ({reason}). {hint}; nothing was left behind."
