@@ -19,6 +19,10 @@ class DrafterCompatibilityError(AdaFlashError, ValueError):
     """A drafter is sound in itself but does not fit the target model it is used with."""
 
 
+class DrafterExportError(AdaFlashError, RuntimeError):
+    """A drafter cannot be written: the format or engine cannot hold it, or the place cannot be written to."""
+
+
 class UnsupportedGenerationError(AdaFlashError, ValueError):
     """A `generate()` option, target or cache cannot be served; raised before the first token."""
 
@@ -27,11 +31,22 @@ class MissingDependencyError(AdaFlashError, ImportError):
     """An optional dependency is needed for what was asked and is not installed."""
 
 
+class ReplayBufferError(AdaFlashError, RuntimeError):
+    """A replay buffer cannot be read or written: full disk, read-only place, damaged file, too long a wait."""
+
+
+class PublishedVersionError(AdaFlashError, RuntimeError):
+    """A version of a drafter cannot be published or must not be loaded."""
+
+
 __all__ = [
     "AdaFlashError",
     "DrafterCheckpointError",
     "DrafterCompatibilityError",
+    "DrafterExportError",
     "InvalidInputError",
     "MissingDependencyError",
+    "PublishedVersionError",
+    "ReplayBufferError",
     "UnsupportedGenerationError",
 ]
