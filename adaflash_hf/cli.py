@@ -12,6 +12,7 @@ import typer
 from .commands.ablate import app as ablate
 from .commands.demo import demo
 from .commands.generate import generate
+from .commands.prompts import prompts
 from .commands.train import train
 from .commands.trajectories import trajectories
 from .errors import AdaFlashError
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(demo)
+app.command()(prompts)
 app.command()(trajectories)
 app.command()(train)
 app.add_typer(ablate, name="ablate")
