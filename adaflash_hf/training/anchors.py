@@ -7,20 +7,35 @@ that lie closer than their size would otherwise see context they do not have whe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..errors import InvalidInputError
+from ..generation.visibility import Visibility
 
 
 if TYPE_CHECKING:
     from ..configuration_dflash_drafter import DFlashDrafterConfig
 
 
-__all__ = ["block_positions", "block_visibility", "drafter_masks", "label_positions", "sample_anchors"]
+__all__ = [
+    "AttentionChoice",
+    "block_positions",
+    "block_visibility",
+    "choose_attention",
+    "drafter_masks",
+    "label_positions",
+    "sample_anchors",
+]
+
+# Fewer rows than these have a small dense mask, and FlexAttention must be compiled first.
+_FLEX_MIN_ROWS = 2048
+# Below it torch's kernel for CUDA is not made.
+_FLEX_MIN_HEAD_DIM = 16
 
 
 def sample_anchors(first: int, end: int, count: int | None, seed: tuple[int, ...]) -> torch.Tensor:
@@ -107,24 +122,19 @@ def block_visibility(
         `torch.Tensor` of shape `[batch, 1, num_anchors * block_size, context_length + num_anchors * block_size]`:
         true where a row (third dimension) sees a key (fourth).
     """
+    rule = Visibility(is_causal, sliding_window)
     rows = torch.arange(anchors.shape[1] * block_size, device=anchors.device)
     block, offset = rows // block_size, rows % block_size
     row_anchors = anchors[:, block]  # [batch, rows]
     context = torch.arange(context_length, device=anchors.device)
-    sees_context = context < row_anchors[..., None]  # [batch, rows, context]
-    distance = offset[:, None] - offset[None]
-    sees_row = block[:, None] == block[None]  # [rows, rows]
-    if is_causal:
-        sees_row = sees_row & (distance >= 0)
-    if sliding_window is not None:
-        sees_context = sees_context & ((row_anchors + offset)[..., None] - context < sliding_window)
-        sees_row = sees_row & (distance < sliding_window)
+    sees_context = _within(rule, context < row_anchors[..., None], (row_anchors + offset)[..., None], context)
+    sees_row = _within(rule, block[:, None] == block[None], offset[:, None], offset[None])  # [rows, rows]
     return torch.cat([sees_context, sees_row.expand(len(anchors), -1, -1)], dim=-1)[:, None]
 
 
 def drafter_masks(
     config: DFlashDrafterConfig, anchors: torch.Tensor, context_length: int, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """
     Masks for `DFlashDrafterModel.forward`, one for each layer type in use.
 
@@ -139,38 +149,137 @@ def drafter_masks(
             What the drafter computes in.
 
     Returns:
-        `dict[str, torch.Tensor]`: masks `[batch, 1, rows, keys]` in the form the attention implementation takes.
+        `dict[str, torch.Tensor | BlockMask]`: for each layer type what the attention implementation takes, a mask
+        `[batch, 1, rows, keys]` (sdpa, eager) or a block mask of the same visibility (flex_attention).
     """
     implementation = config._attn_implementation
-    finish: Callable[[torch.Tensor], torch.Tensor]
-    if implementation == "sdpa":
-        finish = _as_it_is
-    elif implementation == "eager":
-        finish = _additive(dtype)
+    build: Callable[[Visibility], Any]
+    if implementation in ("sdpa", "eager"):
+
+        def build(rule: Visibility) -> Any:
+            visible = block_visibility(
+                anchors, context_length, config.block_size, sliding_window=rule.window, is_causal=rule.is_causal
+            )
+            return visible if implementation == "sdpa" else _additive(visible, dtype)
+
+    elif implementation == "flex_attention":
+
+        def build(rule: Visibility) -> Any:
+            return _block_mask(rule, anchors, context_length, config.block_size)
+
     else:
         raise InvalidInputError(
             f"`attn_implementation` of the drafter is {implementation!r}; blocks that share a forward pass need a "
-            "dense mask. Load the drafter with attn_implementation='sdpa' (or 'eager')."
+            "mask of their own. Load the drafter with attn_implementation='sdpa', 'eager' or 'flex_attention'."
         )
-    masks: dict[str, torch.Tensor] = {}
+    masks: dict[str, Any] = {}
     for layer_idx, layer_type in enumerate(config.layer_types or []):
         if layer_type not in masks:
-            window = config.sliding_window if layer_type == "sliding_attention" else None
-            visible = block_visibility(
-                anchors,
-                context_length,
-                config.block_size,
-                sliding_window=window,
-                is_causal=config.is_causal_layer(layer_idx),
-            )
-            masks[layer_type] = finish(visible)
+            masks[layer_type] = build(Visibility(config.is_causal_layer(layer_idx), config.window_of_layer(layer_idx)))
     return masks
 
 
-def _as_it_is(visible: torch.Tensor) -> torch.Tensor:
-    return visible
+class AttentionChoice(NamedTuple):
+    """
+    How the drafter attends in training.
+
+    Attributes:
+        implementation: transformers' name of it.
+        reason: Why this one, in a few words.
+    """
+
+    implementation: str
+    reason: str
 
 
-def _additive(dtype: torch.dtype) -> Callable[[torch.Tensor], Any]:
-    lowest = torch.finfo(dtype).min
-    return lambda visible: torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, lowest)
+def choose_attention(
+    config: DFlashDrafterConfig, device: torch.device | str, rows: int, requested: str = "auto"
+) -> AttentionChoice:
+    """
+    The attention implementation to train with.
+
+    Args:
+        config (`DFlashDrafterConfig`):
+            The drafter's.
+        device (`torch.device` or `str`):
+            Where it is trained.
+        rows (`int`):
+            Block rows of one trajectory, anchors x block size.
+        requested (`str`, *optional*, defaults to `"auto"`):
+            `"sdpa"`, `"eager"`, `"flex_attention"`, or `"auto"`.
+
+    Raises:
+        InvalidInputError: what is requested cannot train this drafter there.
+    """
+    device_type = torch.device(device).type
+    obstacle = _obstacle_to_flex(config, device_type)
+    if requested == "flex_attention" and obstacle is not None:
+        raise InvalidInputError(
+            f"The attention requested for training is 'flex_attention', but {obstacle}; choose 'sdpa' or 'auto'."
+        )
+    if requested != "auto":
+        return AttentionChoice(requested, "given")
+    if obstacle is None and rows >= _FLEX_MIN_ROWS:
+        return AttentionChoice("flex_attention", f"skips the blocks that {rows} rows of a trajectory do not see")
+    if config._attn_implementation == "eager":
+        return AttentionChoice("eager", "what the drafter was loaded with")
+    return AttentionChoice("sdpa", obstacle or f"the dense mask of {rows} rows is small")
+
+
+def _obstacle_to_flex(config: DFlashDrafterConfig, device_type: str) -> str | None:
+    if device_type != "cuda":
+        return f"FlexAttention has no backward pass on {device_type}"
+    if config.attention_dropout > 0:
+        return f"FlexAttention has no dropout, and `attention_dropout` is {config.attention_dropout}"
+    if config.head_dim < _FLEX_MIN_HEAD_DIM:
+        return f"FlexAttention needs `head_dim` of at least {_FLEX_MIN_HEAD_DIM}, and it is {config.head_dim}"
+    return None
+
+
+def _within(
+    rule: Visibility, visible: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor
+) -> torch.Tensor:
+    """What of the visible the layer's rule leaves."""
+    return visible if rule.is_unlimited else visible & rule.mask(query_positions, key_positions)
+
+
+def _mask_mod(rule: Visibility, anchors: torch.Tensor, context_length: int, block_size: int) -> Callable[..., Any]:
+    """[`block_visibility`] as FlexAttention asks for it: one row and one key at a time."""
+    # As a tensor, so that compiled kernels take it as an input; a number would be compiled in.
+    context_end = torch.tensor(context_length, device=anchors.device)
+
+    def sees(batch_idx: Any, head_idx: Any, row: Any, key: Any) -> Any:
+        block, offset = row // block_size, row % block_size
+        anchor = anchors[batch_idx, block]
+        key_row = key - context_end
+        is_context = key_row < 0
+        visible = torch.where(is_context, key < anchor, key_row // block_size == block)
+        key_position = torch.where(is_context, key, anchor + key_row % block_size)
+        return _within(rule, visible, anchor + offset, key_position)
+
+    return sees
+
+
+def _block_mask(rule: Visibility, anchors: torch.Tensor, context_length: int, block_size: int) -> Any:
+    rows = anchors.shape[1] * block_size
+    return _create_block_mask(anchors.device.type)(
+        _mask_mod(rule, anchors, context_length, block_size),
+        len(anchors),
+        None,
+        rows,
+        context_length + rows,
+        device=anchors.device,
+    )
+
+
+@functools.cache
+def _create_block_mask(device_type: str) -> Callable[..., Any]:
+    # Imported here because it brings torch's compiler along.
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    # Uncompiled it holds several eight-byte numbers for each pair of a row and a key.
+    return torch.compile(create_block_mask, dynamic=True) if device_type == "cuda" else create_block_mask
+
+
+def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
