@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.utils import align_module_device
-from torch import nn
 from transformers.cache_utils import DynamicCache
 from transformers.generation import CandidateGenerator
 from transformers.modeling_utils import PreTrainedModel
@@ -18,6 +15,7 @@ from transformers.utils import ModelOutput
 from ..errors import InvalidInputError
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from .acceptance import sample_tokens
+from .block_inputs import BlockEmbedder
 from .cache_rollback import select_cache_rows
 from .compatibility import unwrap_model
 from .context_features import concatenate_context_features, hidden_states_to_request
@@ -138,32 +136,21 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         self.config = self.base_drafter.config
         # These are read every round, and a model or a configuration takes its time to find them.
         self.device, self._dtype = self.base_drafter.device, self.base_drafter.dtype
-        self._block_size, self._embedding_scale = self.config.block_size, self.config.input_embedding_scale
+        self._block_size = self.config.block_size
         self.length_policy = length_policy or FixedLengthPolicy()
         self.recorder = recorder or StatisticsRecorder(self.device)
         self._draft_warper = draft_warper
-        self._input_embeddings = target.get_input_embeddings()
+        self._embedder = BlockEmbedder(self.base_drafter, target.get_input_embeddings())
         self._draft_head = DraftHead(self.base_drafter, target.get_output_embeddings())
         self._first_draft_slot = 1 if self.config.block_layout == "anchor_then_masks" else 0
         self.longest_verify_length = self.config.block_size + (1 - self._first_draft_slot)
         self.hidden_state_ids = hidden_states_to_request(self.config.target_layer_ids)
         self.model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": self.hidden_state_ids}
         self.context = DraftContext.empty(0, self.device)
-        self._mask_embeds = self._embed(torch.full((1, self.config.block_size - 1), self.config.mask_token_id))
         self._block_offsets = torch.arange(self.config.block_size, device=self.device)
         self._last_verify_length = 1
         self._visibility = dict(zip(self.config.layer_types, drafter_visibility(self.config), strict=True))
         self._sees_everything = all(visibility.is_unlimited for visibility in self._visibility.values())
-
-    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Raw rows of the target's embedding matrix, without the scale or norm that the module itself may apply."""
-        module = self._input_embeddings
-        # An offloaded embedding has its weight on the meta device outside its own forward.
-        with align_module_device(module) if hasattr(module, "_hf_hook") else nullcontext():
-            weight = module.weight
-            rows = nn.functional.embedding(ids.to(weight.device), weight)
-        rows = rows.to(device=self.device, dtype=self._dtype)
-        return rows if self._embedding_scale == 1 else rows * self._embedding_scale
 
     def start(self, batch_size: int, context: DraftContext | None = None) -> None:
         """Begins a batch, with an empty context or the one of an earlier turn."""
@@ -222,10 +209,8 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         block_positions = anchor_positions[:, None] + self._block_offsets  # (batch_size, block_size)
         new = 0 if pending is None else pending.shape[1]
         new_positions = context.positions[:, context.positions.shape[1] - new :]
-        anchor_embeds = self._embed(anchor_ids[:, None])
-        noise_embeds = torch.cat([anchor_embeds, self._mask_embeds.expand(anchor_ids.shape[0], -1, -1)], dim=1)
         hidden_states = self.drafter(
-            noise_embeds=noise_embeds,
+            noise_embeds=self._embedder.blocks(anchor_ids),
             context_hidden_states=pending,
             position_ids=torch.cat([new_positions, block_positions], dim=1),
             attention_mask=self._attention_mask(block_positions),

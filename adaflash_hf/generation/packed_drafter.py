@@ -8,10 +8,19 @@ from dataclasses import dataclass
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from ..modeling_dflash_drafter import DFlashDrafterModel
+from ..errors import InvalidInputError
+from .block_inputs import BlockEmbedder
+from .compatibility import unwrap_model
+from .draft_head import DraftHead
+from .packed_model import PackedModel
+from .packed_plan import flat_ranges
+from .visibility import drafter_visibility
 
 
 __all__ = ["PackedDrafter", "PackedDrafts"]
+
+# Features of this many tokens are turned into keys and values at once: they take more memory than those do.
+MOST_PENDING_TOKENS = 128
 
 
 @dataclass
@@ -29,7 +38,7 @@ class PackedDrafts:
     logits: torch.Tensor | None = None
 
 
-class PackedDrafter:
+class PackedDrafter(PackedModel):
     """The drafter and the context of all requests that it drafts for.
 
     Args:
@@ -37,37 +46,39 @@ class PackedDrafter:
         target (`PreTrainedModel`): Lends its embeddings and its output projection.
     """
 
-    base_drafter: DFlashDrafterModel
-    longest_verify_length: int  # rows at most, the anchor included
-
     def __init__(self, drafter: PreTrainedModel, target: PreTrainedModel):
-        raise NotImplementedError
+        self.base_drafter = unwrap_model(drafter)
+        self.config = self.base_drafter.config
+        super().__init__(drafter, drafter_visibility(self.config), self.config)
+        # Its layers ask for masks by a rule of their own that is the one of `drafter_visibility`.
+        self.cache.checked_groups.update(range(len(self.cache.groups)))
+        self._first_draft_row = 1 if self.config.block_layout == "anchor_then_masks" else 0
+        self.longest_verify_length = self.config.draft_length + 1  # rows at most, the anchor included
+        self._embedder = BlockEmbedder(self.base_drafter, target.get_input_embeddings())
+        self._head = DraftHead(self.base_drafter, target.get_output_embeddings())
+        self._pending: dict[int, list[torch.Tensor]] = {}
+        self._num_pending: dict[int, int] = {}
 
     def allocate(self, expected_tokens: int = 0) -> int:
         """Opens a slot for a request. Slots are the drafter's own, not the target's."""
-        raise NotImplementedError
+        slot = super().allocate(expected_tokens + self.config.block_size if expected_tokens else 0)
+        self._pending[slot], self._num_pending[slot] = [], 0
+        return slot
 
     def release(self, slot: int) -> None:
         """Closes a slot and drops its features."""
-        raise NotImplementedError
+        super().release(slot)
+        del self._pending[slot], self._num_pending[slot]
 
     def length(self, slot: int) -> int:
         """Committed tokens whose features the slot was given: the position of its next anchor."""
-        raise NotImplementedError
+        return self.cache.length(slot) + self._num_pending[slot]
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of the context's buffers and of features not drafted from yet."""
-        raise NotImplementedError
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one more token takes."""
-        raise NotImplementedError
-
-    def bytes_for(self, num_tokens: int) -> int:
-        """Bytes that a request of `num_tokens` tokens takes, rounding included."""
-        raise NotImplementedError
+        pending = sum(piece.nbytes for pieces in self._pending.values() for piece in pieces)
+        return super().memory_bytes + pending
 
     def extend(self, slot: int, features: torch.Tensor) -> None:
         """Adds the target's features of newly committed tokens, in order and without gaps.
@@ -76,8 +87,21 @@ class PackedDrafter:
             slot (`int`): Whose.
             features (`torch.Tensor` of shape `(n, num_features * target_hidden_size)`): From [`PackedOutputs`].
         """
-        raise NotImplementedError
+        if slot not in self._pending:
+            raise InvalidInputError(f"`slot` is {slot}, which is not open; open are {sorted(self._pending)}.")
+        if features.shape[0] == 0:
+            return
+        self._pending[slot].append(features.to(device=self.device))
+        self._num_pending[slot] += features.shape[0]
+        if self._num_pending[slot] >= MOST_PENDING_TOKENS:
+            self._absorb(slot)
 
+    @torch.no_grad()
+    def _absorb(self, slot: int) -> None:
+        """Takes a slot's features into the cache. The block that goes along is a fraction of the rows."""
+        self._run_blocks([slot], torch.full((1,), self.config.mask_token_id, device=self.device))
+
+    @torch.no_grad()
     def draft(self, slots: Sequence[int], anchor_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Runs one block per slot.
 
@@ -89,8 +113,35 @@ class PackedDrafter:
         Returns:
             `torch.Tensor` of shape `(n, block_size, hidden_size)`: What length policies and [`project`] take.
         """
-        raise NotImplementedError
+        anchors = torch.as_tensor(anchor_ids, device=self.device)
+        if anchors.shape != (len(slots),):
+            raise InvalidInputError(
+                f"`anchor_ids` has shape {tuple(anchors.shape)} for {len(slots)} slots; pass one id for each."
+            )
+        return self._run_blocks(slots, anchors)
 
+    def _run_blocks(self, slots: Sequence[int], anchors: torch.Tensor) -> torch.Tensor:
+        block_size = self.config.block_size
+        new = [self._num_pending[slot] for slot in slots]
+        cached = [self.cache.length(slot) for slot in slots]
+        # All contexts come first, then all blocks.
+        anchors_at = [first + count for first, count in zip(cached, new, strict=True)]
+        positions = flat_ranges(cached, new) + flat_ranges(anchors_at, [block_size] * len(slots))
+        pieces = [piece for slot in slots for piece in self._pending[slot]]
+        context = torch.cat(pieces)[None] if pieces else None
+        blocks = self._embedder.blocks(anchors)  # (n, block_size, hidden_size)
+        with self._step(slots, [block_size] * len(slots), new, keep=False):
+            hidden_states = self.model(
+                noise_embeds=blocks.view(1, -1, blocks.shape[-1]),
+                context_hidden_states=context,
+                position_ids=torch.tensor(positions, device=self.device)[None],
+                cache=self.cache,
+            ).last_hidden_state
+        for slot in slots:
+            self._pending[slot], self._num_pending[slot] = [], 0
+        return hidden_states.view(blocks.shape)
+
+    @torch.no_grad()
     def project(
         self, hidden_states: torch.Tensor, verify_lengths: Sequence[int], keep_logits: bool = False
     ) -> PackedDrafts:
@@ -104,4 +155,20 @@ class PackedDrafter:
         Returns:
             `PackedDrafts`: Draft ids, packed.
         """
-        raise NotImplementedError
+        longest = self.longest_verify_length
+        if len(verify_lengths) != hidden_states.shape[0] or not all(1 <= n <= longest for n in verify_lengths):
+            raise InvalidInputError(
+                f"`verify_lengths` is {list(verify_lengths)} for {hidden_states.shape[0]} blocks; pass one length for "
+                f"each, from 1 to {longest}."
+            )
+        counts = [length - 1 for length in verify_lengths]
+        if not any(counts):
+            return PackedDrafts(torch.zeros(0, dtype=torch.long, device=self.device), counts)
+        block_size, first = hidden_states.shape[1], self._first_draft_row
+        kept = flat_ranges([index * block_size + first for index in range(len(counts))], counts)
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        rows = rows.index_select(0, torch.tensor(kept, device=rows.device))
+        if not keep_logits:
+            return PackedDrafts(self._head.argmax(rows), counts)
+        logits = self._head.logits(rows)
+        return PackedDrafts(logits.argmax(dim=-1), counts, logits)

@@ -40,12 +40,9 @@ class Visibility:
         Returns:
             `torch.Tensor` of shape `(..., rows, keys)`: True where the row sees the key.
         """
-        if self.window is None:
-            if self.is_causal:
-                return key_positions <= query_positions
-            return torch.ones_like(query_positions, dtype=torch.bool) & torch.ones_like(key_positions, dtype=torch.bool)
-        visible = query_positions - key_positions < self.window
-        return visible & (key_positions <= query_positions) if self.is_causal else visible
+        distance = query_positions - key_positions
+        visible = distance >= 0 if self.is_causal else torch.ones_like(distance, dtype=torch.bool)
+        return visible if self.window is None else visible & (distance < self.window)
 
 
 def drafter_visibility(config: DFlashDrafterConfig) -> list[Visibility]:

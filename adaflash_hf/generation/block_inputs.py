@@ -1,0 +1,52 @@
+"""What a drafter's block is made of: the anchor's embedding and mask embeddings, both the target's."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from accelerate.utils import align_module_device
+from torch import nn
+
+from ..modeling_dflash_drafter import DFlashDrafterModel
+
+
+__all__ = ["BlockEmbedder"]
+
+
+class BlockEmbedder:
+    """Embeds blocks for a drafter.
+
+    Args:
+        drafter (`DFlashDrafterModel`): The unwrapped drafter.
+        input_embeddings (`nn.Module`): The target's token embedding.
+    """
+
+    def __init__(self, drafter: DFlashDrafterModel, input_embeddings: nn.Module):
+        # A model takes its time to find these, and they are read every round.
+        self._device, self._dtype = drafter.device, drafter.dtype
+        self._scale = drafter.config.input_embedding_scale
+        self._embeddings: Any = input_embeddings
+        masks = torch.full((1, drafter.config.block_size - 1), drafter.config.mask_token_id)
+        self._masks = self._embed(masks)
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Raw rows of the target's embedding matrix, without the scale or norm that the module itself may apply."""
+        module = self._embeddings
+        # An offloaded embedding has its weight on the meta device outside its own forward.
+        with align_module_device(module) if hasattr(module, "_hf_hook") else nullcontext():
+            weight = module.weight
+            rows = nn.functional.embedding(ids.to(weight.device), weight)
+        rows = rows.to(device=self._device, dtype=self._dtype)
+        return rows if self._scale == 1 else rows * self._scale
+
+    def blocks(self, anchor_ids: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            anchor_ids (`torch.Tensor` of shape `(n,)`): First token of each block.
+
+        Returns:
+            `torch.Tensor` of shape `(n, block_size, hidden_size)`: The drafter's `noise_embeds`.
+        """
+        return torch.cat([self._embed(anchor_ids[:, None]), self._masks.expand(anchor_ids.shape[0], -1, -1)], dim=1)
