@@ -10,8 +10,11 @@ from typing import Annotated
 import typer
 
 from .commands.ablate import app as ablate
+from .commands.convert import convert
 from .commands.demo import demo
+from .commands.export import export
 from .commands.generate import generate
+from .commands.inspect import inspect
 from .commands.prompts import prompts
 from .commands.train import train
 from .commands.trajectories import trajectories
@@ -33,6 +36,9 @@ app.command()(demo)
 app.command()(prompts)
 app.command()(trajectories)
 app.command()(train)
+app.command()(export)
+app.command()(convert)
+app.command()(inspect)
 app.add_typer(ablate, name="ablate")
 
 

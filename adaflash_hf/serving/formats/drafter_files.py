@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,10 @@ _MARGIN_BYTES = 16 * 2**20
 
 
 def read_drafter(
-    path: str | os.PathLike[str], options: ReadOptions | None = None, hub: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str],
+    options: ReadOptions | None = None,
+    hub: Mapping[str, Any] | None = None,
+    source_format: str | None = None,
 ) -> DrafterBundle:
     """
     Reads a drafter of any known format from a directory or the Hub. An adapter is merged into its drafter.
@@ -45,6 +48,7 @@ def read_drafter(
         path (`str` or `os.PathLike`): Directory or Hub id.
         options (`ReadOptions`, *optional*): What the files leave open.
         hub (`Mapping`, *optional*): Arguments of transformers' `cached_file`, such as `revision` and `token`.
+        source_format (`str`, *optional*): Take the files for this format; by default it is recognised.
 
     Raises:
         InvalidInputError: There is no such checkpoint.
@@ -56,7 +60,8 @@ def read_drafter(
         check_bundle(bundle)
         return bundle
     checkpoint = open_checkpoint(path, hub)
-    config, reading = interpret(checkpoint, detect_format(checkpoint), options)
+    form = detect_format(checkpoint) if source_format is None else format_called(source_format)
+    config, reading = interpret(checkpoint, form, options)
     bundle = DrafterBundle(
         config=config,
         tensors=_load(checkpoint, reading),
@@ -155,6 +160,8 @@ def convert_drafter(
     write_options: WriteOptions | None = None,
     *,
     hub: Mapping[str, Any] | None = None,
+    source_format: str | None = None,
+    check: Callable[[DFlashDrafterConfig], None] | None = None,
     force: bool = False,
 ) -> tuple[DrafterBundle, DrafterForm]:
     """
@@ -167,6 +174,8 @@ def convert_drafter(
         read_options (`ReadOptions`, *optional*): What the files leave open.
         write_options (`WriteOptions`, *optional*): Target and dtype.
         hub (`Mapping`, *optional*): Arguments of transformers' `cached_file`.
+        source_format (`str`, *optional*): Take the files for this format; by default it is recognised.
+        check (`Callable`, *optional*): Called with the configuration before anything is written; may raise.
         force (`bool`): Replace a drafter that is there.
 
     Returns:
@@ -176,7 +185,9 @@ def convert_drafter(
         raise InvalidInputError(f"`OUT` is {os.fspath(path)!r}, the drafter itself; pass another directory.")
     # Before a big checkpoint is read for nothing.
     _check_place(Path(path), force)
-    bundle = read_drafter(source, read_options, hub)
+    bundle = read_drafter(source, read_options, hub, source_format)
+    if check is not None:
+        check(bundle.config)
     return bundle, write_drafter(bundle, path, format_name, write_options, force=force)
 
 
