@@ -5,25 +5,20 @@ loaded that way still runs, only with nothing accepted. Here each of these is an
 """
 
 import copy
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from .adapter_loading import ADAPTER_CONFIG_NAME, base_of_adapter, check_adapter_fits
+from .checkpoint_files import hub_arguments, listed_names, tensor_shapes
 from .checkpoint_formats import native_tensor_name, refuse_foreign_tensors
 from .errors import DrafterCheckpointError
-
-
-ADAPTER_CONFIG_NAME = "adapter_config.json"
-HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-NAMES_SHOWN = 5
 
 
 class StrictCheckpointMixin:
@@ -42,12 +37,17 @@ class StrictCheckpointMixin:
             DrafterCheckpointError: The checkpoint cannot be read; the message says why and what to do.
         """
         path = pretrained_model_name_or_path
-        base = None if path is None else _base_of_adapter(path, _hub_arguments(kwargs))
+        hub = hub_arguments(kwargs)
+        base = None if path is None else base_of_adapter(path, hub)
         if base is not None:
             adapter_name = kwargs.pop("adapter_name", "default")
-            loaded = cls.from_pretrained(base, *model_args, config=config, **kwargs)
+            # These say where the adapter is; its base is elsewhere.
+            kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
+            loaded = cls.from_pretrained(
+                base.name_or_path, *model_args, config=config, revision=base.revision or "main", **kwargs
+            )
             model = loaded[0] if isinstance(loaded, tuple) else loaded
-            model.load_adapter(path, adapter_name=adapter_name)
+            model.load_adapter(path, adapter_name=adapter_name, adapter_kwargs=hub)
             return loaded
         wants_info = kwargs.pop("output_loading_info", False)
         checkpoint = read_checkpoint(cls, path, config, kwargs)
@@ -59,6 +59,20 @@ class StrictCheckpointMixin:
         if path is not None:
             model.config.name_or_path = str(path)
         return (model, info) if wants_info else model
+
+    def load_adapter(self, peft_model_id: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """
+        As transformers' `load_adapter`, but refuses an adapter that does not fit, is incomplete or pickled.
+
+        Raises:
+            DrafterCheckpointError: The adapter cannot be used with this model; the message says why.
+        """
+        if peft_model_id is not None:
+            adapter_kwargs = kwargs.get("adapter_kwargs") or {}
+            check_adapter_fits(self, peft_model_id, hub_arguments({**kwargs, **adapter_kwargs}))
+        info = super().load_adapter(peft_model_id, *args, **kwargs)  # type: ignore[misc]
+        check_loaded_weights(self, str(peft_model_id))
+        return info
 
 
 @dataclass
@@ -86,7 +100,7 @@ def read_checkpoint(model_class: Any, path: Any, config: Any, kwargs: dict[str, 
         DrafterCheckpointError: The files are not a complete drafter of a known format.
     """
     source = str(path) if path is not None else "the given `state_dict`"
-    hub = _hub_arguments(kwargs)
+    hub = hub_arguments(kwargs)
     if not isinstance(config, PreTrainedConfig):
         config_source = path if config is None else config
         config, kwargs = model_class.config_class.from_pretrained(config_source, return_unused_kwargs=True, **kwargs)
@@ -94,7 +108,7 @@ def read_checkpoint(model_class: Any, path: Any, config: Any, kwargs: dict[str, 
     kwargs = {**hub, **kwargs, "use_safetensors": True}
     state_dict = kwargs.get("state_dict")
     files = [] if state_dict is not None else find_weight_files(path, kwargs.get("variant"), hub)
-    shapes = _shapes_in(files) if state_dict is None else {name: tuple(t.shape) for name, t in state_dict.items()}
+    shapes = tensor_shapes(files) if state_dict is None else {name: tuple(t.shape) for name, t in state_dict.items()}
     refuse_foreign_tensors(shapes, source)
     native_names = {name: native_tensor_name(name) for name in shapes}
     # A quantised checkpoint holds packed weights and their scales; its loader knows which belong to what.
@@ -139,8 +153,8 @@ def check_loading_info(info: Mapping[str, Any], source: str) -> None:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if entries := info.get(kind):
             raise DrafterCheckpointError(
-                f"{source}: `{kind}` of the loading report is {_shorten(map(str, entries))}; it must be empty. Use a "
-                "complete checkpoint."
+                f"{source}: `{kind}` of the loading report is {listed_names(map(str, entries))}; it must be empty. "
+                "Use a complete checkpoint."
             )
 
 
@@ -155,34 +169,6 @@ def check_loaded_weights(model: PreTrainedModel, source: str) -> None:
                 f"{source}: `{name}` has NaN or infinite values. The training run diverged or the file is damaged; "
                 "use an earlier checkpoint."
             )
-
-
-def _hub_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
-
-
-def _base_of_adapter(path: Any, hub: dict[str, Any]) -> str | None:
-    """The model that a PEFT adapter directory or repository belongs to; None if `path` is not one."""
-    file = cached_file(path, ADAPTER_CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **hub)
-    if file is None:
-        return None
-    with open(file, encoding="utf-8") as handle:
-        base = json.load(handle).get("base_model_name_or_path")
-    if not base:
-        raise DrafterCheckpointError(
-            f"{path}: `base_model_name_or_path` in {ADAPTER_CONFIG_NAME} is {base!r}, so the drafter that the adapter "
-            "changes is unknown. Write its path there, or load that drafter and call `load_adapter`."
-        )
-    return str(base)
-
-
-def _shapes_in(files: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes, from the files' headers alone."""
-    shapes = {}
-    for file in files:
-        with safe_open(file, framework="pt") as handle:
-            shapes.update({name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()})
-    return shapes
 
 
 def compare_shapes(
@@ -205,13 +191,13 @@ def compare_shapes(
         hint = "The file is incomplete, or config.json belongs to another drafter."
         if all(name.startswith("length_head.") for name in missing):
             hint = "Remove `length_head_config` from config.json to use the drafter without a length head."
-        raise DrafterCheckpointError(f"{source}: {len(missing)} tensors are missing: {_shorten(missing)}. {hint}")
+        raise DrafterCheckpointError(f"{source}: {len(missing)} tensors are missing: {listed_names(missing)}. {hint}")
     if unexpected := sorted(shapes.keys() - expected.keys()):
         hint = "It is another kind of drafter, or config.json does not describe it."
         if all(name.startswith("length_head.") for name in unexpected):
             hint = "Describe the length head in config.json under `length_head_config`."
         raise DrafterCheckpointError(
-            f"{source}: {len(unexpected)} tensors have no place in the drafter: {_shorten(unexpected)}. {hint}"
+            f"{source}: {len(unexpected)} tensors have no place in the drafter: {listed_names(unexpected)}. {hint}"
         )
     for name, shape in expected.items():
         if shapes[name] != shape:
@@ -221,13 +207,8 @@ def compare_shapes(
             )
 
 
-def _shorten(names: Iterable[str]) -> str:
-    names = list(names)
-    rest = len(names) - NAMES_SHOWN
-    return ", ".join(f"`{name}`" for name in names[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
-
-
 __all__ = [
+    "ADAPTER_CONFIG_NAME",
     "CheckpointToLoad",
     "StrictCheckpointMixin",
     "check_loaded_weights",

@@ -1,0 +1,34 @@
+"""What checkpoint files hold, read from their headers alone, and how their tensors are named in messages."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from safetensors import safe_open
+
+
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+NAMES_SHOWN = 5
+
+
+def hub_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `from_pretrained`'s arguments that say where a file is."""
+    return {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+
+
+def tensor_shapes(files: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Tensor names and shapes of safetensors files, none of which is read beyond its header."""
+    shapes = {}
+    for file in files:
+        with safe_open(file, framework="pt") as handle:
+            shapes.update({name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()})
+    return shapes
+
+
+def listed_names(names: Iterable[str]) -> str:
+    """The first few names, and how many more there are."""
+    names = list(names)
+    rest = len(names) - NAMES_SHOWN
+    return ", ".join(f"`{name}`" for name in names[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+__all__ = ["HUB_ARGUMENTS", "hub_arguments", "listed_names", "tensor_shapes"]
