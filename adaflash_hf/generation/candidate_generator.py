@@ -12,7 +12,6 @@ from transformers.generation import CandidateGenerator
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..errors import InvalidInputError
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from .acceptance import sample_tokens
 from .block_inputs import BlockEmbedder
@@ -20,7 +19,7 @@ from .cache_rollback import select_cache_rows
 from .compatibility import unwrap_model
 from .context_features import concatenate_context_features, hidden_states_to_request
 from .draft_head import DraftHead
-from .length_policies import FixedLengthPolicy, LengthPolicy
+from .length_policies import FixedLengthPolicy, LengthPolicy, RoundContext
 from .statistics import StatisticsRecorder
 from .visibility import drafter_visibility
 
@@ -98,11 +97,13 @@ class Proposal:
         candidate_probs (`torch.Tensor` of shape `(batch_size, num_drafts, vocab_size)`, *optional*):
             The distribution each draft was drawn from; None when drafts are the drafter's argmax.
         verify_lengths (`list[int]`): Rows the policy wants verified per sequence, the anchor included.
+        drafted (`bool`): Whether the drafter ran.
     """
 
     candidate_ids: torch.Tensor
     candidate_probs: torch.Tensor | None
     verify_lengths: list[int]
+    drafted: bool = True
 
 
 class AdaFlashCandidateGenerator(CandidateGenerator):
@@ -177,30 +178,40 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         used = None if used is None else used.to(self.device)
         self.context.append(features, positions.to(self.device), used)
 
-    def propose(self, anchor_ids: torch.Tensor, anchor_positions: torch.Tensor, longest: int) -> Proposal:
-        """Drafts the tokens after the anchors.
+    def propose(
+        self,
+        anchor_ids: torch.Tensor,
+        anchor_positions: torch.Tensor,
+        longest: int,
+        round_context: RoundContext | None = None,
+    ) -> Proposal:
+        """Drafts the tokens after the anchors, unless the length policy wants none.
 
         Args:
             anchor_ids (`torch.Tensor` of shape `(batch_size,)`): Last committed token of each sequence.
             anchor_positions (`torch.Tensor` of shape `(batch_size,)`): Its position.
             longest (`int`): Largest verify length that the remaining budget allows.
+            round_context (`RoundContext`, *optional*):
+                What the policy is told; by default no more than `longest` for every sequence.
 
         Returns:
             `Proposal`: Drafts for the largest of the chosen verify lengths, and the lengths.
         """
+        batch_size = anchor_ids.shape[0]
         longest = min(longest, self.longest_verify_length)
-        if longest <= 1:
-            empty = anchor_ids.new_zeros(anchor_ids.shape[0], 0)
-            return Proposal(empty, None, [1] * anchor_ids.shape[0])
+        if longest <= 1 or not self.length_policy.wants_draft(batch_size):
+            return Proposal(anchor_ids.new_zeros(batch_size, 0), None, [1] * batch_size, drafted=False)
+        if round_context is None:
+            round_context = RoundContext([longest] * batch_size, batch_size, is_packed=False)
+        round_context.longest = [min(length, longest) for length in round_context.longest]
         with self.recorder.phase("draft"):
             hidden_states = self._run_block(anchor_ids, anchor_positions.to(self.device))
-            lengths = self.length_policy.verify_lengths(self.base_drafter, hidden_states, longest)
-            if min(lengths) < 1 or max(lengths) > longest:
-                raise InvalidInputError(
-                    f"{type(self.length_policy).__name__}.verify_lengths returned {lengths}; every length must be "
-                    f"from 1 to `longest` = {longest}. Clamp them in the policy."
-                )
-            return self._project(hidden_states, max(lengths) - 1, lengths, anchor_ids.device)
+            if self.length_policy.needs_draft_logits(self.base_drafter):
+                round_context.draft_logits = self._draft_head.logits(hidden_states[:, self._first_draft_slot :])
+            lengths = self.length_policy.choose(self.base_drafter, hidden_states, round_context)
+            return self._project(
+                hidden_states, max(lengths) - 1, lengths, anchor_ids.device, round_context.draft_logits
+            )
 
     def _run_block(self, anchor_ids: torch.Tensor, anchor_positions: torch.Tensor) -> torch.Tensor:
         context = self.context
@@ -242,15 +253,23 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         return bias.masked_fill(~visible, torch.finfo(bias.dtype).min)
 
     def _project(
-        self, hidden_states: torch.Tensor, num_drafts: int, lengths: list[int], device: torch.device
+        self,
+        hidden_states: torch.Tensor,
+        num_drafts: int,
+        lengths: list[int],
+        device: torch.device,
+        known_logits: torch.Tensor | None,
     ) -> Proposal:
         first = self._first_draft_slot
         kept = hidden_states[:, first : first + num_drafts]
         if num_drafts == 0:
             return Proposal(torch.zeros(kept.shape[:2], dtype=torch.long, device=device), None, lengths)
-        if self._draft_warper is None:
+        if self._draft_warper is None and known_logits is None:
             return Proposal(self._draft_head.argmax(kept).to(device), None, lengths)
-        logits = self._draft_head.logits(kept).to(device)
+        logits = self._draft_head.logits(kept) if known_logits is None else known_logits[:, :num_drafts]
+        logits = logits.to(device)
+        if self._draft_warper is None:
+            return Proposal(logits.argmax(dim=-1), None, lengths)
         batch, drafts, vocab = logits.shape
         warped = self._draft_warper(logits.reshape(-1, vocab).float())
         probs = warped.softmax(dim=-1).reshape(batch, drafts, vocab)

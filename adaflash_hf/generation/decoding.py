@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 from .cache_rollback import check_cache_can_roll_back, has_linear_attention, working_cache, write_back
 from .candidate_generator import AdaFlashCandidateGenerator, DraftContext, Proposal
 from .compatibility import unwrap_model
-from .length_policies import LengthPolicy
+from .length_policies import LengthPolicy, RoundContext, RoundOutcome
 from .outputs import OutputCollector
 from .request_checks import check_request
 from .sequences import SequenceBatch, StepStreamer
@@ -158,6 +159,7 @@ class AdaFlashDecoding:
         )
         batch = _RaggedBatch(rows, self._prefill(runner, generator, rows, input_ids, model_kwargs))
         finished = self._start(batch)
+        self._round_end_s = time.perf_counter()
         while self.model._has_unfinished_sequences(
             all(finished) and not self._lags(rows), self.synced_gpus, device=input_ids.device
         ):
@@ -228,12 +230,18 @@ class AdaFlashDecoding:
             self.outputs.add_scores(row, verdict.scores[index], logits[index], count)
         return count, stop
 
-    def _longest_verify(self, batch: _RaggedBatch, finished: list[bool]) -> int:
-        """Rows that may still be verified: never past the length limit."""
-        return max(
-            self.stop_rules.remaining(self._sequences.length(row))
-            for row, done in zip(batch.rows, finished, strict=True)
-            if not done
+    def _round_context(self, batch: _RaggedBatch, finished: list[bool]) -> RoundContext:
+        """What the length policy is told; no sequence may verify rows past its length limit, an ended one none."""
+        lengths = [self._sequences.length(row) for row in batch.rows]
+        return RoundContext(
+            longest=[
+                1 if done else self.stop_rules.remaining(length)
+                for length, done in zip(lengths, finished, strict=True)
+            ],
+            num_active=len(batch.rows),
+            is_packed=False,
+            request_ids=batch.rows,
+            num_generated=[length - self._sequences.prompt_length for length in lengths],
         )
 
     def _lags(self, rows: list[int]) -> bool:
@@ -257,28 +265,56 @@ class AdaFlashDecoding:
     ) -> list[bool]:
         """One draft and one verification of all sequences of the batch."""
         anchors = self._sequences.last_ids(batch.rows)
-        proposal = generator.propose(anchors, batch.anchor_positions, self._longest_verify(batch, finished))
+        context = self._round_context(batch, finished)
+        proposal = generator.propose(anchors, batch.anchor_positions, max(context.longest), context)
         block_ids = torch.cat([anchors[:, None], proposal.candidate_ids], dim=1)
         outputs = runner.verify(block_ids)
         logits = outputs.logits.to(block_ids.device)
         verdict = self.chooser.choose(logits, proposal, self._sequences, batch.rows, finished)
-        kept, now_finished = [], []
+        kept, now_finished, accepted_counts = [], [], []
         windows = runner.attention_windows if self.outputs.wants_attentions else None
         for index, row in enumerate(batch.rows):
             if finished[index]:
                 kept.append(0)
                 now_finished.append(True)
+                accepted_counts.append(0)
                 continue
             count, stop = self._commit(row, index, verdict, logits)
             accepted = min(verdict.accepted[index], count)
             self.recorder.count_round(block_ids.shape[1], accepted, count)
-            generator.length_policy.observe(block_ids.shape[1], accepted)
+            accepted_counts.append(accepted)
             self.outputs.add_states(row, index, outputs, count, windows)
             kept.append(count)
             now_finished.append(stop)
         self._learn(generator, batch, outputs, kept)
         runner.commit(kept)
+        self._report(context, proposal, accepted_counts, now_finished, finished, kept)
         return now_finished
+
+    def _report(
+        self,
+        context: RoundContext,
+        proposal: Proposal,
+        accepted: list[int],
+        ended: list[bool],
+        ended_before: list[bool],
+        kept: list[int],
+    ) -> None:
+        """Tells the length policy how the round went."""
+        now_s = time.perf_counter()
+        width = proposal.candidate_ids.shape[1] + 1
+        self.length_policy.observe_round(
+            context,
+            RoundOutcome(
+                verify_lengths=[0 if done else width for done in ended_before],
+                accepted=accepted,
+                ended=ended,
+                drafted=proposal.drafted,
+                committed=sum(kept),
+                round_s=now_s - self._round_end_s,
+            ),
+        )
+        self._round_end_s = now_s
 
     def _learn(
         self, generator: AdaFlashCandidateGenerator, batch: _RaggedBatch, outputs: Any, kept: list[int]

@@ -76,7 +76,8 @@ class RoundOutcome:
 
     Args:
         verify_lengths (`Sequence[int]`):
-            Rows verified per request, the anchor included; in a padded batch the same for all.
+            Rows verified per request, the anchor included; in a padded batch the same for all. 0 for one that was
+            still in the batch but had ended before.
         accepted (`Sequence[int]`):
             Drafts committed per request.
         ended (`Sequence[bool]`):
@@ -199,7 +200,8 @@ class LengthPolicy(ABC):
             outcome (`RoundOutcome`): What happened.
         """
         for length, accepted in zip(outcome.verify_lengths, outcome.accepted, strict=True):
-            self.observe(length, accepted)
+            if length > 0:
+                self.observe(length, accepted)
 
 
 def _check_lengths(policy: str, lengths: Sequence[int], longest: Sequence[int]) -> None:

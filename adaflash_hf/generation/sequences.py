@@ -36,6 +36,11 @@ class SequenceBatch:
     def __len__(self) -> int:
         return len(self._generated)
 
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of every prompt, padding included."""
+        return self._prompt_length
+
     def length(self, row: int) -> int:
         """Tokens of a row, the prompt's padding included."""
         return self._prompt_length + len(self._generated[row])

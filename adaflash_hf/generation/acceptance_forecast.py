@@ -1,0 +1,172 @@
+"""How likely each drafted slot is to be accepted: what a head says, corrected by what the target then does.
+
+A head is trained once and its errors are systematic: too sure, too shy, or blind to a new domain. Here its forecasts
+are sorted into buckets, and in each bucket the share of drafts that were really accepted takes over from the head as
+observations come in. Only slots whose turn came count: a slot behind a rejected one, or beyond the verify length, says
+nothing. Slots are chosen by forecasts alone, so within a bucket the share is unbiased however few were verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from ..errors import InvalidInputError
+
+
+if TYPE_CHECKING:
+    from ..modeling_confidence_head import ConfidenceHeadModel
+    from ..modeling_dflash_drafter import DFlashDrafterModel
+
+
+__all__ = ["AcceptanceForecaster", "Forecast", "confidence_head_of", "geometric_rates"]
+
+ForecastSource = Literal["confidence_head", "length_head", "history"]
+
+_RATIO_BUCKETS = 16
+_PROBABILITY_BUCKETS = 20
+# Observations a head's word is worth, and how many the memory of a bucket holds.
+_HEAD_WEIGHT = 6.0
+_MEMORY_WEIGHT = 400.0
+# With no head and no history, neither optimism nor pessimism.
+_UNKNOWN_RATE = 0.5
+
+
+@dataclass
+class Forecast:
+    """
+    Forecasts for the blocks of one round.
+
+    Attributes:
+        rates (`np.ndarray` of shape `(num_requests, draft_length)`):
+            The head's probability that a slot is accepted, given that all before it are.
+        buckets (`np.ndarray` of shape `(num_requests, draft_length)`): Where each belongs in the memory.
+    """
+
+    rates: np.ndarray
+    buckets: np.ndarray
+
+
+def confidence_head_of(drafter: Any) -> ConfidenceHeadModel | None:
+    """The confidence head that a drafter carries, if any."""
+    return getattr(drafter, "confidence_head", None)
+
+
+def geometric_rates(expected: np.ndarray, draft_length: int) -> np.ndarray:
+    """
+    The constant acceptance rate q of a slot with which `q + q² + … + q^draft_length` drafts are accepted on average.
+
+    Args:
+        expected (`np.ndarray`): Expected accepted drafts.
+        draft_length (`int`): Slots of a block.
+
+    Returns:
+        `np.ndarray`: A rate for each, between 0 and 1.
+    """
+    grid = np.linspace(0.0, 1.0, 257)
+    counts = (grid[:, None] ** np.arange(1, draft_length + 1)).sum(axis=1)
+    return np.interp(expected, counts, grid)
+
+
+class AcceptanceForecaster:
+    """
+    Forecasts acceptance per slot and learns from every verified block.
+
+    The head is the drafter's confidence head (per-slot probabilities) if there is one, else its length head (an
+    expected count, read as a constant rate per slot), else none: then every block is forecast like those before it.
+
+    Args:
+        draft_length (`int`): Slots of a block that draft.
+        block_size (`int`): Rows of a block; the length head's ratio is a share of these.
+        confidence_head (`ConfidenceHeadModel`, *optional*): Takes the place of the drafter's own heads.
+    """
+
+    def __init__(self, draft_length: int, block_size: int, confidence_head: ConfidenceHeadModel | None = None):
+        self.draft_length = draft_length
+        self.block_size = block_size
+        self._confidence_head = confidence_head
+        size = max(_RATIO_BUCKETS * draft_length, _PROBABILITY_BUCKETS)
+        self._seen = np.zeros(size)
+        self._accepted = np.zeros(size)
+        self._source: ForecastSource | None = None
+
+    @torch.no_grad()
+    def forecast(self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor) -> Forecast:
+        """
+        Args:
+            drafter (`DFlashDrafterModel`): The unwrapped drafter, for its heads.
+            hidden_states (`torch.Tensor` of shape `(num_requests, block_size, hidden_size)`): Of the whole blocks.
+
+        Returns:
+            `Forecast`: One row per request; costs one transfer from the device.
+        """
+        head = self._confidence_head or confidence_head_of(drafter)
+        if head is not None:
+            self._use("confidence_head")
+            probabilities = head(hidden_states).probabilities.float().cpu().numpy()
+            if probabilities.shape[1] != self.draft_length:
+                raise InvalidInputError(
+                    f"The confidence head forecasts {probabilities.shape[1]} slots, but the drafter drafts "
+                    f"{self.draft_length}. Use the head that was trained for this drafter."
+                )
+            buckets = np.minimum((probabilities * _PROBABILITY_BUCKETS).astype(int), _PROBABILITY_BUCKETS - 1)
+            return Forecast(probabilities.astype(float), buckets)
+        slots = np.arange(self.draft_length)
+        if drafter.length_head is None:
+            self._use("history")
+            shape = (hidden_states.shape[0], self.draft_length)
+            return Forecast(np.full(shape, _UNKNOWN_RATE), np.broadcast_to(slots, shape))
+        self._use("length_head")
+        ratio = drafter.length_head(hidden_states).ratio.float().cpu().numpy().astype(float)
+        rates = geometric_rates(ratio * self.block_size - 1, self.draft_length)
+        bucket = np.minimum((ratio * _RATIO_BUCKETS).astype(int), _RATIO_BUCKETS - 1)
+        return Forecast(
+            np.repeat(rates[:, None], self.draft_length, axis=1), bucket[:, None] * self.draft_length + slots
+        )
+
+    def _use(self, source: ForecastSource) -> None:
+        """Buckets mean something else for another head."""
+        if self._source != source:
+            self._source = source
+            self._seen[:] = 0
+            self._accepted[:] = 0
+
+    def survival(self, forecast: Forecast) -> np.ndarray:
+        """
+        Returns:
+            `np.ndarray` of shape `(num_requests, draft_length)`: Probability that a slot is accepted at all, which
+            takes all slots before it too. Never rises along a row.
+        """
+        seen, accepted = self._seen[forecast.buckets], self._accepted[forecast.buckets]
+        rates = (accepted + _HEAD_WEIGHT * forecast.rates) / (seen + _HEAD_WEIGHT)
+        return np.cumprod(rates, axis=1)
+
+    def learn(
+        self, forecast: Forecast, verify_lengths: Sequence[int], accepted: Sequence[int], ended: Sequence[bool] = ()
+    ) -> None:
+        """
+        Takes in what the target made of the blocks.
+
+        Args:
+            forecast (`Forecast`): What was forecast for them.
+            verify_lengths (`Sequence[int]`): Rows verified, the anchor included.
+            accepted (`Sequence[int]`): Drafts accepted of each.
+            ended (`Sequence[bool]`, *optional*): Where `accepted` was cut by a stop, so that nothing was rejected.
+        """
+        drafts = np.asarray(verify_lengths)[:, None] - 1
+        count = np.asarray(accepted)[:, None]
+        slots = np.arange(self.draft_length)
+        is_accepted = (slots < count) & (slots < drafts)
+        is_rejected = (slots == count) & (slots < drafts)
+        if len(ended):
+            is_rejected &= ~np.asarray(ended, dtype=bool)[:, None]
+        np.add.at(self._accepted, forecast.buckets[is_accepted], 1.0)
+        np.add.at(self._seen, forecast.buckets[is_accepted | is_rejected], 1.0)
+        # An exponential moving average by weight: what is full forgets as much as it takes in.
+        excess = np.maximum(self._seen / _MEMORY_WEIGHT, 1.0)
+        self._seen /= excess
+        self._accepted /= excess

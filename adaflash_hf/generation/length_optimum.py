@@ -1,0 +1,71 @@
+"""The verify lengths with the most expected tokens per second, for given acceptance and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+__all__ = ["LengthChoice", "best_lengths"]
+
+
+class LengthChoice:
+    """
+    Verify lengths and what is expected of them.
+
+    Args:
+        lengths (`list[int]`): Rows per drafted request, the anchor included.
+        tokens (`float`): Tokens that all active requests are expected to commit.
+        seconds (`float`): Expected length of the round.
+    """
+
+    __slots__ = ("lengths", "seconds", "tokens")
+
+    def __init__(self, lengths: list[int], tokens: float, seconds: float):
+        self.lengths, self.tokens, self.seconds = lengths, tokens, seconds
+
+    @property
+    def tok_per_s(self) -> float:
+        """Expected tokens per second."""
+        return self.tokens / self.seconds
+
+
+def best_lengths(
+    survival: np.ndarray, longest: Sequence[int], num_active: int, seconds_of_rows: np.ndarray, is_packed: bool
+) -> LengthChoice:
+    """
+    Chooses verify lengths, all ones included.
+
+    Rows that the target gets for nothing are taken; in a packed batch those most likely to be accepted come first,
+    whichever request they belong to. As acceptance never rises along a block, the best rows of any number are always
+    the first drafts of each request, so the greedy order is optimal for every total, and all totals are compared.
+
+    Args:
+        survival (`np.ndarray` of shape `(num_drafted, draft_length)`): Probability that a slot is accepted.
+        longest (`Sequence[int]`): Per drafted request, the largest verify length allowed.
+        num_active (`int`): Requests of the target's forward; those that did not draft bring one row.
+        seconds_of_rows (`np.ndarray`):
+            Packed: entry i is the cost of a round with i drafts in all. Padded: with i drafts for each request.
+        is_packed (`bool`): Whether rows cost one by one.
+
+    Returns:
+        `LengthChoice`: The best lengths.
+    """
+    draft_length = survival.shape[1]
+    bounds = np.asarray(longest)
+    allowed = np.arange(draft_length) < bounds[:, None] - 1
+    gains = np.where(allowed, survival, 0.0)
+    if not is_packed:
+        tokens = num_active + np.concatenate([[0.0], gains.sum(axis=0).cumsum()])
+        drafts = int(np.argmax(tokens / seconds_of_rows[: draft_length + 1]))
+        return LengthChoice(
+            np.minimum(bounds, drafts + 1).tolist(), float(tokens[drafts]), float(seconds_of_rows[drafts])
+        )
+    # Ties keep their order, so a slot never comes before an earlier one of its own block.
+    order = np.argsort(-gains, axis=None, kind="stable")
+    order = order[: int(np.count_nonzero(gains))]
+    tokens = num_active + np.concatenate([[0.0], gains.ravel()[order].cumsum()])
+    drafts = int(np.argmax(tokens / seconds_of_rows[: len(tokens)]))
+    counts = np.bincount(order[:drafts] // draft_length, minlength=len(bounds))
+    return LengthChoice((counts + 1).tolist(), float(tokens[drafts]), float(seconds_of_rows[drafts]))
