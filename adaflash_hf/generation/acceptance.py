@@ -7,7 +7,10 @@ from collections.abc import Sequence
 import torch
 
 
-__all__ = ["count_leading_matches", "rejection_sample", "sample_tokens"]
+__all__ = ["count_leading_matches", "judge_drafts", "rejection_sample", "replacement_probs", "sample_tokens"]
+
+# Elements of a cumulative distribution held at once; it is in float64, and there may be many rows.
+CUMULATIVE_CHUNK = 1 << 24
 
 
 def count_leading_matches(candidate_ids: Sequence[int], target_ids: Sequence[int]) -> int:
@@ -30,21 +33,76 @@ def count_leading_matches(candidate_ids: Sequence[int], target_ids: Sequence[int
     return len(candidate_ids)
 
 
-def sample_tokens(probs: torch.Tensor) -> torch.Tensor:
+def sample_tokens(probs: torch.Tensor, uniforms: torch.Tensor | None = None) -> torch.Tensor:
     """Draws one token from each distribution.
 
     Args:
         probs (`torch.Tensor` of shape `(..., vocab_size)`): Probabilities.
+        uniforms (`torch.Tensor` of shape `(...)`, *optional*):
+            Numbers in [0, 1) that decide the draws. By default the global generator does.
 
     Returns:
-        `torch.Tensor` of shape `(...)`: Drawn token ids.
+        `torch.Tensor` of shape `(...)`: Drawn token ids; `vocab_size` where probabilities are not finite and
+        `uniforms` were given.
     """
     flat = probs.reshape(-1, probs.shape[-1])
-    return torch.multinomial(flat, num_samples=1).reshape(probs.shape[:-1])
+    if uniforms is None:
+        return torch.multinomial(flat, num_samples=1).reshape(probs.shape[:-1])
+    rows = max(1, CUMULATIVE_CHUNK // flat.shape[-1])
+    chunks = zip(flat.split(rows), uniforms.reshape(-1).split(rows), strict=True)
+    return torch.cat([_invert_cumulative(*chunk) for chunk in chunks]).reshape(probs.shape[:-1])
+
+
+def _invert_cumulative(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The first token of each row at which the cumulative probability exceeds its uniform number."""
+    # In float32 the sum over a large vocabulary would lose what unlikely tokens add.
+    precise = torch.float32 if probs.device.type == "mps" else torch.float64
+    cumulative = probs.to(precise).cumsum(dim=-1)
+    total = cumulative[:, -1]
+    # Below the total even after rounding, so that a token of probability zero is never found.
+    wanted = torch.minimum(uniforms.to(cumulative) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, wanted[:, None], right=True)[:, 0]
+
+
+def judge_drafts(
+    candidate_ids: torch.Tensor, q: torch.Tensor, p: torch.Tensor, uniforms: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The acceptance test of speculative sampling, draft by draft: keep x with probability `min(1, p(x) / q(x))`.
+
+    Args:
+        candidate_ids (`torch.Tensor` of shape `(...)`): Tokens drawn from `q`.
+        q (`torch.Tensor` of shape `(..., vocab_size)`): The drafter's distributions.
+        p (`torch.Tensor` of shape `(..., vocab_size)`): The target's distributions.
+        uniforms (`torch.Tensor` of shape `(...)`, *optional*): Numbers in [0, 1) that decide.
+
+    Returns:
+        `torch.Tensor` of shape `(...)`: Whether each draft passes.
+    """
+    of_target = p.gather(-1, candidate_ids[..., None])[..., 0]
+    of_drafter = q.gather(-1, candidate_ids[..., None])[..., 0]
+    if uniforms is None:
+        uniforms = torch.rand_like(of_target)
+    # u * q < p rather than u < p / q: no division by a q that underflowed
+    return uniforms * of_drafter < of_target
+
+
+def replacement_probs(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """What a token is drawn from in place of a rejected draft: `max(p - q, 0)`, not normalised.
+
+    Args:
+        p (`torch.Tensor` of shape `(..., vocab_size)`): The target's distributions.
+        q (`torch.Tensor` of shape `(..., vocab_size)`): The drafter's; zero where nothing was proposed.
+    """
+    residual = (p - q).clamp(min=0)
+    # A residual of zero mass means p == q up to rounding, where a rejection has probability zero: p itself is exact.
+    return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
 
 
 def rejection_sample(
-    candidate_ids: torch.Tensor, candidate_probs: torch.Tensor, target_probs: torch.Tensor
+    candidate_ids: torch.Tensor,
+    candidate_probs: torch.Tensor,
+    target_probs: torch.Tensor,
+    uniforms: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Speculative rejection sampling (Leviathan et al. 2023, Chen et al. 2023), one chain per row.
 
@@ -55,22 +113,20 @@ def rejection_sample(
         candidate_ids (`torch.Tensor` of shape `(batch_size, num_drafts)`): Tokens drawn from `candidate_probs`.
         candidate_probs (`torch.Tensor` of shape `(batch_size, num_drafts, vocab_size)`): The drafter's q.
         target_probs (`torch.Tensor` of shape `(batch_size, num_drafts + 1, vocab_size)`): The target's p.
+        uniforms (`tuple` of `torch.Tensor`, *optional*):
+            Numbers in [0, 1) that decide: `(batch_size, num_drafts)` about the drafts, and `(batch_size,
+            num_drafts + 1)` about the token that follows them, one for each place where it may stand. By default the
+            global generator does.
 
     Returns:
         `tuple`: Number of accepted drafts `(batch_size,)`, and the token that follows them `(batch_size,)`.
     """
     num_drafts = candidate_ids.shape[1]
-    p = target_probs[:, :num_drafts].gather(-1, candidate_ids[..., None])[..., 0]  # (batch_size, num_drafts)
-    q = candidate_probs.gather(-1, candidate_ids[..., None])[..., 0]
-    # u * q < p rather than u < p / q: no division by a q that underflowed
-    accepted = torch.rand_like(p) * q < p
+    of_drafts, of_next = uniforms or (None, None)
+    accepted = judge_drafts(candidate_ids, candidate_probs, target_probs[:, :num_drafts], of_drafts)
     num_matches = accepted.long().cumprod(dim=-1).sum(dim=-1)
 
     rows = torch.arange(candidate_ids.shape[0], device=candidate_ids.device)
-    p_next = target_probs[rows, num_matches]  # (batch_size, vocab_size)
     padded_q = torch.nn.functional.pad(candidate_probs, (0, 0, 0, 1))  # after the last draft nothing was proposed
-    residual = (p_next - padded_q[rows, num_matches]).clamp(min=0)
-    # A residual of zero mass means p == q up to rounding, where a rejection has probability zero: p itself is exact.
-    mass = residual.sum(dim=-1, keepdim=True)
-    next_probs = torch.where(mass > 0, residual, p_next)
-    return num_matches, sample_tokens(next_probs)
+    next_probs = replacement_probs(target_probs[rows, num_matches], padded_q[rows, num_matches])
+    return num_matches, sample_tokens(next_probs, None if of_next is None else of_next[rows, num_matches])

@@ -15,7 +15,7 @@ from .candidate_generator import Proposal
 from .sequences import SequenceBatch
 
 
-__all__ = ["BlockVerdict", "TokenChooser", "prefix_free_processors"]
+__all__ = ["BlockNoise", "BlockVerdict", "TokenChooser", "is_prefix_free", "prefix_free_processors"]
 
 
 def _classes(*names: str) -> tuple[type, ...]:
@@ -64,6 +64,24 @@ def prefix_free_processors(logits_processor: LogitsProcessorList) -> LogitsProce
     return LogitsProcessorList([processor for processor in logits_processor if type(processor) in PREFIX_FREE])
 
 
+def is_prefix_free(logits_processor: LogitsProcessorList) -> bool:
+    """Whether all processors depend on the scores alone, so that any rows may be processed together."""
+    return all(type(processor) in PREFIX_FREE for processor in logits_processor)
+
+
+@dataclass
+class BlockNoise:
+    """Numbers in [0, 1) that decide all draws about a block, so that they need no global generator.
+
+    Attributes:
+        acceptance (`torch.Tensor` of shape `(batch_size, verify_length)`): Whether a sampled draft is kept.
+        choice (`torch.Tensor` of shape `(batch_size, verify_length)`): Which token is drawn at a position.
+    """
+
+    acceptance: torch.Tensor
+    choice: torch.Tensor
+
+
 @dataclass
 class BlockVerdict:
     """The target's choice for every row of a verified block.
@@ -98,7 +116,7 @@ class TokenChooser:
     def __init__(self, logits_processor: LogitsProcessorList, do_sample: bool, batch_size: int):
         self.do_sample = do_sample
         self.processor = logits_processor
-        self._is_prefix_free = all(type(processor) in PREFIX_FREE for processor in logits_processor)
+        self._is_prefix_free = is_prefix_free(logits_processor)
         stateful = [
             type(processor).__name__ for processor in logits_processor if isinstance(processor, BATCH_STATEFUL)
         ]
@@ -121,6 +139,7 @@ class TokenChooser:
         sequences: SequenceBatch,
         rows: list[int],
         finished: Sequence[bool] | None = None,
+        noise: BlockNoise | None = None,
     ) -> BlockVerdict:
         """Decides a block.
 
@@ -130,6 +149,7 @@ class TokenChooser:
             sequences (`SequenceBatch`): What was committed before, for processors that read it.
             rows (`list[int]`): Which of `sequences` each row of `logits` belongs to.
             finished (`Sequence[bool]`, *optional*): Rows that have ended, whose verdict nobody needs.
+            noise (`BlockNoise`, *optional*): Decides what is drawn; by default the global generator does.
 
         Returns:
             `BlockVerdict`: Tokens, acceptance and scores.
@@ -137,11 +157,11 @@ class TokenChooser:
         if self.needs_float32:
             logits = logits.float()
         if self._is_prefix_free:
-            return self._choose_at_once(logits, proposal)
+            return self._choose_at_once(logits, proposal, noise)
         alive = [index for index in range(len(rows)) if finished is None or not finished[index]]
-        return self._choose_in_order(logits, proposal, sequences, rows, alive)
+        return self._choose_in_order(logits, proposal, sequences, rows, alive, noise)
 
-    def _choose_at_once(self, logits: torch.Tensor, proposal: Proposal) -> BlockVerdict:
+    def _choose_at_once(self, logits: torch.Tensor, proposal: Proposal, noise: BlockNoise | None) -> BlockVerdict:
         batch, length, vocab = logits.shape
         if self.processor:
             flat = logits.reshape(-1, vocab)
@@ -151,16 +171,21 @@ class TokenChooser:
         num_drafts = drafts.shape[1]
         # Each branch ends in one `tolist`, the only device synchronisation of a round.
         if self.do_sample and proposal.candidate_probs is not None and num_drafts > 0:
-            matches, following = rejection_sample(drafts, proposal.candidate_probs, logits.softmax(dim=-1))
+            uniforms = None if noise is None else (noise.acceptance[:, :num_drafts], noise.choice)
+            matches, following = rejection_sample(drafts, proposal.candidate_probs, logits.softmax(dim=-1), uniforms)
             packed = torch.cat([drafts, following[:, None], matches[:, None]], dim=1).tolist()
             accepted = [row[-1] for row in packed]
             tokens = [[*row[:count], row[num_drafts]] for row, count in zip(packed, accepted, strict=True)]
         else:
-            chosen = sample_tokens(logits.softmax(dim=-1)) if self.do_sample else logits.argmax(dim=-1)
+            chosen = logits.argmax(dim=-1) if not self.do_sample else self._draw(logits, noise)
             packed = torch.cat([chosen, drafts], dim=1).tolist()
             accepted = [count_leading_matches(row[length:], row) for row in packed]
             tokens = [row[: count + 1] for row, count in zip(packed, accepted, strict=True)]
         return BlockVerdict(tokens, accepted, logits)
+
+    @staticmethod
+    def _draw(logits: torch.Tensor, noise: BlockNoise | None) -> torch.Tensor:
+        return sample_tokens(logits.softmax(dim=-1), None if noise is None else noise.choice)
 
     def _choose_in_order(
         self,
@@ -169,6 +194,7 @@ class TokenChooser:
         sequences: SequenceBatch,
         rows: list[int],
         alive: list[int],
+        noise: BlockNoise | None,
     ) -> BlockVerdict:
         tokens: list[list[int]] = [[] for _ in rows]
         accepted = [0] * len(rows)
@@ -180,7 +206,7 @@ class TokenChooser:
             positions = [len(tokens[index]) for index in group]
             prefixes = sequences.prefixes(shortest, {rows[index]: tokens[index] for index in group})
             processed = self._process(logits[group, positions], [rows[index] for index in group], prefixes)
-            chosen, stands = self._pick(processed, proposal, group, positions)
+            chosen, stands = self._pick(processed, proposal, group, positions, noise)
             for member, index in enumerate(group):
                 tokens[index].append(chosen[member])
                 scores[index].append(processed[member])
@@ -223,7 +249,12 @@ class TokenChooser:
         return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)(prefix[None], scores[None])
 
     def _pick(
-        self, scores: torch.Tensor, proposal: Proposal, group: list[int], positions: list[int]
+        self,
+        scores: torch.Tensor,
+        proposal: Proposal,
+        group: list[int],
+        positions: list[int],
+        noise: BlockNoise | None,
     ) -> tuple[list[int], list[bool]]:
         """Chooses a token per row, and says whether it is the row's draft, so that the next one can be looked at."""
         num_drafts = proposal.candidate_ids.shape[1]
@@ -232,12 +263,16 @@ class TokenChooser:
         drafts = torch.full((len(group),), -1, device=scores.device)
         drafts[has_draft] = proposal.candidate_ids[where]
         probs = scores.softmax(dim=-1) if self.do_sample else scores
-        chosen = sample_tokens(probs) if self.do_sample else scores.argmax(dim=-1)
+        choice = None if noise is None else noise.choice[group, positions]
+        chosen = sample_tokens(probs, choice) if self.do_sample else scores.argmax(dim=-1)
         if self.do_sample and proposal.candidate_probs is not None and len(drafts[has_draft]):
             # Chains of one draft; the bonus of an accepted one is drawn at the next step instead.
             p, x = probs[has_draft], drafts[has_draft]
+            uniforms = None
+            if noise is not None and choice is not None:
+                uniforms = noise.acceptance[where][:, None], choice[has_draft, None].expand(-1, 2)
             matches, following = rejection_sample(
-                x[:, None], proposal.candidate_probs[where][:, None], torch.stack([p, p], dim=1)
+                x[:, None], proposal.candidate_probs[where][:, None], torch.stack([p, p], dim=1), uniforms
             )
             chosen[has_draft] = torch.where(matches > 0, x, following)
         return chosen.tolist(), (chosen == drafts).tolist()

@@ -192,7 +192,9 @@ class TestTheTestCanFail:
         assert p_value(counts, exact_joint("plain")) < 1e-6
 
     def test_acceptance_that_is_slightly_too_generous(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def generous(ids: torch.Tensor, q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def generous(
+            ids: torch.Tensor, q: torch.Tensor, p: torch.Tensor, *uniforms: None
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             return rejection_sample(ids, 0.8 * q, p)
 
         rejection_sample = token_choice.rejection_sample
