@@ -82,7 +82,7 @@ class DraftStep:
         teacher (`str`, *optional*, defaults to `"none"`):
             `"top_k"`, `"full"` or `"none"`.
         vocabulary (`RestrictedVocabulary`, *optional*):
-            Softmax in training; by default over all tokens.
+            Softmax in training; by default over the drafter's draft vocabulary, or all tokens if it has none.
         length_labels (`str`, *optional*, defaults to `"hindsight"`):
             What the length head is trained on, see [`LENGTH_LABELS`].
         length_scale (`float`, *optional*, defaults to 1.3):
@@ -111,8 +111,6 @@ class DraftStep:
         self.drafter, self.config, self.target_model = drafter, drafter.config, target_model
         self.objective, self.teacher = objective, teacher
         self.head: nn.Module = target_model.get_output_embeddings()
-        self.vocabulary = vocabulary
-        self.training_head = self.head if vocabulary is None else vocabulary.head(self.head)
         self.weights = position_weights(self.config.draft_length, position_decay)
         self._length_labels, self._length_scale = length_labels, length_scale
         self._logits_memory_bytes = logits_memory_bytes
@@ -120,8 +118,15 @@ class DraftStep:
         embedding = target_model.get_input_embeddings().weight
         self._vocab_size, self._head_dtype = embedding.shape[0], embedding.dtype
         self._target_scale, self._target_cap = _target_logit_rules(target_model)
+        drafted = drafter.draft_token_ids
+        decoding_vocabulary = None if drafted is None else RestrictedVocabulary(drafted.cpu(), self._vocab_size)
+        self._decoding = self._projection(decoding_vocabulary)
+        self._training = self._decoding if vocabulary is None else self._projection(vocabulary)
 
-    def run(self, model: nn.Module, batch: dict[str, torch.Tensor], *, full_vocabulary: bool = False) -> StepOutcome:
+    def _projection(self, vocabulary: RestrictedVocabulary | None) -> tuple[RestrictedVocabulary | None, nn.Module]:
+        return vocabulary, self.head if vocabulary is None else vocabulary.head(self.head)
+
+    def run(self, model: nn.Module, batch: dict[str, torch.Tensor], *, as_decoding: bool = False) -> StepOutcome:
         """
         Draft all blocks of a batch and judge them.
 
@@ -130,21 +135,20 @@ class DraftStep:
                 The drafter, or what wraps it for training.
             batch (`dict[str, torch.Tensor]`):
                 From [`DrafterDataCollator`].
-            full_vocabulary (`bool`, *optional*, defaults to `False`):
-                Draft from all tokens, as decoding does, even where training is restricted.
+            as_decoding (`bool`, *optional*, defaults to `False`):
+                Draft from all tokens that decoding drafts from, even where training is restricted.
         """
         hidden, final = self._forward(model, batch)  # [batch, anchors, block, H]
         labels = batch["labels"]
         exists = labels != IGNORED_LABEL  # [batch, anchors, draft_length]
         # Slots beyond the end of a response cost nothing: they are gone before the vocabulary projection.
         rows = hidden[:, :, -self.config.draft_length :][exists]  # [n, H]
-        vocabulary = None if full_vocabulary else self.vocabulary
+        vocabulary, head = self._decoding if as_decoding else self._training
         slot_labels, weights = labels[exists], self.weights.to(rows.device).expand_as(exists)[exists]
         if vocabulary is not None:
             vocabulary.to(rows.device)
             slot_labels = vocabulary.labels(slot_labels)
             weights = weights * (slot_labels != IGNORED_LABEL)
-        head = self.head if vocabulary is None else self.training_head
         draft = draft_loss(
             rows,
             slot_labels,

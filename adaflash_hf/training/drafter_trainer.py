@@ -25,6 +25,7 @@ from .head_labels import slot_verdicts
 from .metrics import DraftMetrics
 from .objectives import DraftObjective
 from .optimizers import MuonWithAdamW
+from .saving import save_trained
 from .training_arguments import DrafterTrainingArguments
 from .trajectory_dataset import TrajectoryDataset
 from .vocabulary import RestrictedVocabulary, build_restricted_vocabulary, count_tokens
@@ -121,6 +122,8 @@ class DrafterTrainer(Trainer):
         self.confidence_head = confidence_head
         self._frozen_drafter = None if confidence_head is None else model.eval().to(args.device)
         self.vocabulary = self._restricted_vocabulary(trajectories, indices)
+        if args.draft_vocabulary and self.vocabulary is not None:
+            model.set_draft_vocabulary(self.vocabulary.token_ids)
         self.draft_step = DraftStep(
             model,
             target_model,
@@ -146,7 +149,7 @@ class DrafterTrainer(Trainer):
         num_items_in_batch: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, StepOutcome]:
         """Loss of one batch, for each slot and block a mean."""
-        outcome = self._run(model, inputs, full_vocabulary=not self.args.trains_drafter)
+        outcome = self._run(model, inputs, as_decoding=not self.args.trains_drafter)
         loss = self._loss_of(outcome)
         if self.confidence_head is not None:
             loss = self._confidence_loss(model, outcome, inputs["labels"], self._train_metrics)
@@ -159,6 +162,21 @@ class DrafterTrainer(Trainer):
             found = last_complete_checkpoint(self.args.output_dir)
             resume_from_checkpoint = None if found is None else str(found)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def save_drafter(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
+        """
+        Write what is trained as an ordinary checkpoint. All processes must call this; the main one writes.
+
+        Args:
+            directory (`str` or `Path`):
+                Where to write. Of a drafter with a LoRA adapter this gets the merged drafter, and `directory/adapter`
+                the adapter.
+            dtype (`torch.dtype`, *optional*):
+                What to round the weights to; by default they stay as they are.
+        """
+        state_dict = self.accelerator.get_state_dict(self.model)
+        if self.args.should_save:
+            save_trained(self.accelerator.unwrap_model(self.model), state_dict, directory, dtype)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """One group each for matrices, other parameters of the drafter, and the length head."""
@@ -203,7 +221,7 @@ class DrafterTrainer(Trainer):
         for batch in dataloader:
             batch = self._prepare_inputs(batch)
             with torch.no_grad(), self.compute_loss_context_manager():
-                outcome = self._run(self.model, batch, full_vocabulary=True)
+                outcome = self._run(self.model, batch, as_decoding=True)
                 if self.confidence_head is not None:
                     self._confidence_loss(self.model, outcome, batch["labels"], metrics)
             _count(metrics, outcome, batch["domain_ids"])
@@ -238,9 +256,9 @@ class DrafterTrainer(Trainer):
             return outcome.draft.loss
         return outcome.draft.loss + outcome.head.loss
 
-    def _run(self, model: Any, inputs: dict[str, torch.Tensor], *, full_vocabulary: bool) -> StepOutcome:
+    def _run(self, model: Any, inputs: dict[str, torch.Tensor], *, as_decoding: bool) -> StepOutcome:
         drafter = model if self._frozen_drafter is None else self._frozen_drafter
-        return self.draft_step.run(drafter, inputs, full_vocabulary=full_vocabulary)
+        return self.draft_step.run(drafter, inputs, as_decoding=as_decoding)
 
     def _confidence_loss(
         self, head: torch.nn.Module, outcome: StepOutcome, labels: torch.Tensor, metrics: DraftMetrics

@@ -53,6 +53,9 @@ class DrafterTrainingArguments(TrainingArguments):
             the target on the fly, `"none"`. Auto takes what the objective needs, stored if there is one.
         vocabulary_size (`int`, *optional*):
             Train on a softmax over this many of the tokens that occur; by default over all.
+        draft_vocabulary (`bool`, defaults to `False`):
+            Make the vocabulary of training the drafter's draft vocabulary: decoding then multiplies the LM head for
+            these tokens alone, and never drafts others.
         length_labels (`str`, defaults to `"hindsight"`):
             What the length head learns: the accepted share of the full block (`"hindsight"`), or of as much of it as
             decoding by the head itself would have verified (`"truncated"`).
@@ -98,6 +101,7 @@ class DrafterTrainingArguments(TrainingArguments):
     position_decay: float | None = field(default=None, metadata={"help": "Slots to a weight of 1/e; none by default."})
     teacher: str = field(default="auto", metadata={"help": "`top_k`, `full`, `none` or `auto`."})
     vocabulary_size: int | None = field(default=None, metadata={"help": "Tokens in the training softmax."})
+    draft_vocabulary: bool = field(default=False, metadata={"help": "Draft from the tokens of training alone."})
     length_labels: str = field(default="hindsight", metadata={"help": f"One of {', '.join(LENGTH_LABELS)}."})
     length_scale: float = field(default=1.3, metadata={"help": "Of the decoding that truncated labels imitate."})
     anchors_per_trajectory: int = field(default=512, metadata={"help": "Blocks per trajectory and epoch."})

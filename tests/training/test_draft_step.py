@@ -11,7 +11,7 @@ from adaflash_hf.training.draft_step import DraftStep
 from adaflash_hf.training.initialization import attach_length_head
 from adaflash_hf.training.objectives import IGNORED_LABEL, DraftObjective
 from adaflash_hf.training.trajectory_dataset import TrajectoryDataset
-from adaflash_hf.training.vocabulary import build_restricted_vocabulary, count_tokens
+from adaflash_hf.training.vocabulary import RestrictedVocabulary, build_restricted_vocabulary, count_tokens
 
 
 MIXTURE = DraftObjective(0.5, "forward_kl", "none")
@@ -112,15 +112,26 @@ def test_a_restricted_vocabulary_of_all_that_occurs_costs_only_the_rest_of_the_s
     plain = DraftStep(drafter, target, MIXTURE, teacher="top_k")
     batch = batch_of(directory, drafter)
     torch.testing.assert_close(everything.run(drafter, batch).draft.loss, plain.run(drafter, batch).draft.loss)
-    small = DraftStep(drafter, target, MIXTURE, teacher="top_k", vocabulary=build_restricted_vocabulary(counts, 10))
+    vocabulary = build_restricted_vocabulary(counts, 10)
+    small = DraftStep(drafter, target, MIXTURE, teacher="top_k", vocabulary=vocabulary)
     outcome = small.run(drafter, batch)
-    allowed = set(small.vocabulary.token_ids.tolist())
-    assert (
-        len(allowed) == 10 and outcome.draft.loss.isfinite() and 0 < outcome.weight < plain.run(drafter, batch).weight
-    )
+    assert outcome.draft.loss.isfinite() and 0 < outcome.weight < plain.run(drafter, batch).weight
+    assert outcome.draft.predicted_ids.max() < 10  # places in the vocabulary
     # Evaluation drafts from all tokens, as decoding does.
-    full = small.run(drafter, batch, full_vocabulary=True)
+    full = small.run(drafter, batch, as_decoding=True)
     assert torch.equal(full.acceptance.accepted, plain.run(drafter, batch).acceptance.accepted)
+
+
+def test_a_draft_vocabulary_limits_training_and_evaluation(target, directory):
+    drafter, batch = tiny_drafter(target), batch_of(directory, tiny_drafter(target))
+    vocabulary = RestrictedVocabulary(torch.arange(0, 96, 4), 96)
+    given = DraftStep(drafter, target, CROSS_ENTROPY, vocabulary=vocabulary).run(drafter, batch)
+    drafter.set_draft_vocabulary(vocabulary.token_ids)
+    step = DraftStep(drafter, target, CROSS_ENTROPY)
+    for as_decoding in (True, False):
+        own = step.run(drafter, batch, as_decoding=as_decoding)
+        torch.testing.assert_close(own.draft.loss, given.draft.loss)
+        assert torch.equal(own.acceptance.accepted, given.acceptance.accepted)
 
 
 def test_length_head_learns_the_hindsight_label_and_leaves_the_drafter_alone(target, directory):

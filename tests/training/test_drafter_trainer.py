@@ -151,6 +151,7 @@ def test_killed_and_resumed_gives_the_weights_of_an_uninterrupted_run(target, di
         "save_strategy": "steps",
         "save_steps": 2,
         "vocabulary_size": 80,
+        "draft_vocabulary": True,
     }
     whole = make_trainer(target, directory, tmp_path / "whole", **fields)
     whole.train()
@@ -169,6 +170,8 @@ def test_killed_and_resumed_gives_the_weights_of_an_uninterrupted_run(target, di
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 9
     assert not changed(weights_of(whole), weights_of(resumed))
+    assert resumed.model.config.draft_vocab_size == len(resumed.vocabulary) <= 80
+    assert torch.equal(whole.model.draft_token_ids, resumed.model.draft_token_ids)
 
 
 @pytest.mark.slow
