@@ -375,8 +375,8 @@ def run_throughput(sizes: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         f"One trajectory of {sizes['tokens']} tokens, {sizes['anchors']} blocks of {sizes['block_size']} rows, "
         f"vocabulary {sizes['vocab_size']:,}, hidden size {sizes['hidden_size']}, {sizes['layers']} layers, LM head "
         f"in {sizes['dtype']}, {sizes['device']}, {sizes['threads']} threads; median of {sizes['steps']} steps. "
-        "Drafter forward, backward and AdamW are the same code in all rows, only the loss differs. Peak memory is above the "
-        "weights, with gradients and optimizer state. Losses of the first step are scaled to one normalization, so "
+        "Drafter forward, backward and AdamW are the same code in all rows, only the loss differs. Peak memory is above "
+        "the weights, with gradients and optimizer state. Losses of the first step are scaled to one normalization, so "
         "that equal objectives show equal values. speculators and SpecForge also project the anchor rows, and "
         "speculators takes its hard labels from the target's logits, which it computes in each step."
     )
