@@ -94,6 +94,7 @@ def check_adapter_fits(model: PreTrainedModel, path: Any, hub: Mapping[str, Any]
         config.init_lora_weights = False  # some ways to start compute with the base's weights
     with torch.device("meta"):
         skeleton = type(model)(copy.deepcopy(model.config))
+        skeleton.name_or_path = config.base_model_name_or_path  # PEFT warns of another name
         try:
             adapted = peft.get_peft_model(skeleton, config)
         except ValueError as error:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
+from transformers.utils.hub import extract_commit_hash, get_checkpoint_shard_files
 
 from .adapter_loading import ADAPTER_CONFIG_NAME, base_of_adapter, check_adapter_fits
 from .checkpoint_files import hub_arguments, listed_names, tensor_shapes
@@ -23,6 +23,8 @@ from .errors import DrafterCheckpointError
 
 class StrictCheckpointMixin:
     """Replaces a model's `from_pretrained` by one that reads foreign DFlash formats and refuses a damaged file."""
+
+    checkpoint_commit: str | None = None  # of the Hub repository that `from_pretrained` read
 
     @classmethod
     def from_pretrained(
@@ -58,6 +60,7 @@ class StrictCheckpointMixin:
         check_loaded_weights(model, checkpoint.source)
         if path is not None:
             model.config.name_or_path = str(path)
+        model.checkpoint_commit = checkpoint.commit
         return (model, info) if wants_info else model
 
     def load_adapter(self, peft_model_id: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -77,12 +80,22 @@ class StrictCheckpointMixin:
 
 @dataclass
 class CheckpointToLoad:
-    """What to call transformers' own `from_pretrained` with."""
+    """
+    What to call transformers' own `from_pretrained` with.
+
+    Attributes:
+        path: Directory or repository; None if `kwargs` has a `state_dict`.
+        config: The configuration, in this package's form.
+        kwargs: Further arguments.
+        source: Where it all comes from, for messages.
+        commit: The Hub commit that was read; None for a directory.
+    """
 
     path: Any
     config: PreTrainedConfig
     kwargs: dict[str, Any]
     source: str
+    commit: str | None = None
 
 
 def read_checkpoint(model_class: Any, path: Any, config: Any, kwargs: dict[str, Any]) -> CheckpointToLoad:
@@ -120,7 +133,8 @@ def read_checkpoint(model_class: Any, path: Any, config: Any, kwargs: dict[str, 
         kwargs["state_dict"] = {native_names[name]: tensor for name, tensor in state_dict.items()}
         # transformers takes either a path or tensors.
         path = None
-    return CheckpointToLoad(path=path, config=config, kwargs=kwargs, source=source)
+    commit = extract_commit_hash(files[0], None) if files else None
+    return CheckpointToLoad(path=path, config=config, kwargs=kwargs, source=source, commit=commit)
 
 
 def find_weight_files(path: Any, variant: str | None, hub: dict[str, Any]) -> list[str]:
