@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def write_drafter(
     check_bundle(bundle)
     if form.write is None:
         raise InvalidInputError(f"`format` is {format_name!r}, which is only read, not written.")
-    written = form.write(bundle, options)
+    written = form.write(_with_target(bundle, options), options)
     check_bundle(written.holds)
     _check_room(out, written.tensors)
     try:
@@ -213,6 +214,17 @@ def _with_dtype(form: CheckpointFormat, options: WriteOptions) -> WriteOptions:
             f"`dtype` is {options.dtype}, but {form.title} runs drafters in {form.dtype} only. Leave it out."
         )
     return WriteOptions(target=options.target, dtype=form.dtype)
+
+
+def _with_target(bundle: DrafterBundle, options: WriteOptions) -> DrafterBundle:
+    """A drafter that names its target and its vocabulary, if the target was given."""
+    if options.target is None:
+        return bundle
+    fields = bundle.config.to_dict()
+    fields["target_model_name_or_path"] = fields["target_model_name_or_path"] or options.target.name
+    if fields["vocab_size"] is None:
+        fields["vocab_size"] = options.target.config.vocab_size
+    return replace(bundle, config=DFlashDrafterConfig.from_dict(fields))
 
 
 def _read_files(options: WriteOptions) -> ReadOptions:

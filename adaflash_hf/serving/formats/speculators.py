@@ -113,14 +113,13 @@ def _depth(checkpoint: StoredCheckpoint, options: ReadOptions, verifier: str | N
 
 def _write(bundle: DrafterBundle, options: WriteOptions) -> DrafterForm:
     notes = refuse_what_is_lost(bundle.config, "speculators")
-    name = bundle.config.target_model_name_or_path or (options.target.name if options.target else None)
+    name = bundle.config.target_model_name_or_path
     if name is None:
         raise DrafterExportError("speculators' format names the target, which this drafter does not. Pass --target.")
     holds, rounding = without_extras(bundle, options, keep_length_head=False, keep_draft_vocabulary=True)
-    holds.config.target_model_name_or_path = name
     holds.config.output_multiplier, holds.config.final_logit_softcapping = 1.0, None
     extra = draft_vocabulary_tensors(bundle, options, with_members=True)
-    tensors = {name: tensor for name, tensor in holds.tensors.items() if name != "draft_token_ids"} | extra
+    tensors = {key: tensor for key, tensor in holds.tensors.items() if key != "draft_token_ids"} | extra
     return DrafterForm(
         config=_speculators_config(holds.config, name, dtype_name(holds.tensors), _architectures(options)),
         tensors=tensors,
