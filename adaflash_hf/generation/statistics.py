@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,6 +12,9 @@ import torch
 
 
 __all__ = ["GenerationStats", "StatisticsRecorder"]
+
+# Timed phases whose events are kept before those that have passed are read.
+MOST_PENDING_EVENTS = 256
 
 
 @dataclass
@@ -54,6 +57,32 @@ class GenerationStats:
         """Seconds in the loop outside prefill, draft and verification forwards."""
         return max(self.total_s - self.prefill_s - self.draft_s - self.verify_s, 0.0)
 
+    def count_rounds(self, rounds: Iterable[tuple[int, int]]) -> None:
+        """Fills in what follows from rounds alone.
+
+        Args:
+            rounds (`Iterable[tuple[int, int]]`): Rows verified, the anchor included, and drafts accepted.
+        """
+        lengths: Counter[int] = Counter()
+        accepted: Counter[int] = Counter()
+        for verify_length, count in rounds:
+            lengths[verify_length] += 1
+            accepted[count] += 1
+        self.count_histograms(lengths, accepted)
+
+    def count_histograms(self, verify_lengths: Counter[int], accepted: Counter[int]) -> None:
+        """As `count_rounds`, from how often each verify length and each number of accepted drafts occurred."""
+        self.rounds = sum(verify_lengths.values())
+        self.drafted_tokens = sum((length - 1) * count for length, count in verify_lengths.items())
+        self.accepted_tokens = sum(number * count for number, count in accepted.items())
+        self.verify_lengths = dict(sorted(verify_lengths.items()))
+        longest = max(verify_lengths, default=1) - 1
+        # Draft i counts as accepted in every round that accepted i or more.
+        self.acceptance_by_position = [
+            sum(count for number, count in accepted.items() if number >= position) / max(self.rounds, 1)
+            for position in range(1, longest + 1)
+        ]
+
 
 class StatisticsRecorder:
     """Collects a `GenerationStats` while the loop runs, without adding a device synchronisation.
@@ -81,6 +110,8 @@ class StatisticsRecorder:
             yield
             end.record()
             self._events.append((name, begin, end))
+            if len(self._events) > MOST_PENDING_EVENTS:
+                self._read_events(wait=False)
         else:
             begin_s = time.perf_counter()
             yield
@@ -102,27 +133,26 @@ class StatisticsRecorder:
             accepted (`int`): Draft tokens accepted, cut at a stop.
             committed (`int`): Tokens appended to the sequence, cut at a stop.
         """
-        self._stats.rounds += 1
-        self._stats.drafted_tokens += verify_length - 1
-        self._stats.accepted_tokens += accepted
         self._stats.committed_tokens += committed
         self._verify_lengths[verify_length] += 1
         self._accepted[accepted] += 1
 
-    def finish(self) -> GenerationStats:
-        """Closes the record and returns it."""
-        stats = self._stats
-        if self._events:
+    def _read_events(self, wait: bool) -> None:
+        """Adds up the phases that are over; with `wait`, all of them."""
+        if self._events and wait:
             torch.cuda.synchronize()
-            for name, begin, end in self._events:
-                self._add_time(name, begin.elapsed_time(end) / 1000)
-            self._events.clear()
+        passed = 0
+        for name, begin, end in self._events:
+            if not end.query():
+                break
+            self._add_time(name, begin.elapsed_time(end) / 1000)
+            passed += 1
+        del self._events[:passed]
+
+    def finish(self) -> GenerationStats:
+        """Brings the record up to date and returns it. Recording may go on."""
+        stats = self._stats
+        self._read_events(wait=True)
         stats.total_s = time.perf_counter() - self._start
-        stats.verify_lengths = dict(sorted(self._verify_lengths.items()))
-        longest = max(self._verify_lengths, default=1) - 1
-        # Draft i counts as accepted in every round that accepted i or more.
-        stats.acceptance_by_position = [
-            sum(count for accepted, count in self._accepted.items() if accepted >= position) / max(stats.rounds, 1)
-            for position in range(1, longest + 1)
-        ]
+        stats.count_histograms(self._verify_lengths, self._accepted)
         return stats
