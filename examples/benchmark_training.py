@@ -159,7 +159,7 @@ def measure_memory(sizes: dict[str, Any], name: str) -> dict[str, Any]:
     began = time.perf_counter()
     loss = own_loss(rows, labels, teacher, head, objective, sizes)
     loss.backward()
-    result = float(loss)
+    result = float(loss.detach())
     return {"loss": result, "seconds": time.perf_counter() - began, "peak_bytes": memory.above_start()}
 
 
@@ -297,7 +297,7 @@ def measure_throughput(sizes: dict[str, Any], project: str, name: str) -> dict[s
         loss.backward()
         problem.optimizer.step()
         problem.optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         times.append(time.perf_counter() - began)
     step_s = statistics.median(times[1:])
     return {
@@ -375,10 +375,10 @@ def run_throughput(sizes: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         f"One trajectory of {sizes['tokens']} tokens, {sizes['anchors']} blocks of {sizes['block_size']} rows, "
         f"vocabulary {sizes['vocab_size']:,}, hidden size {sizes['hidden_size']}, {sizes['layers']} layers, LM head "
         f"in {sizes['dtype']}, {sizes['device']}, {sizes['threads']} threads; median of {sizes['steps']} steps. "
-        "Drafter forward, backward and AdamW are the same code in all rows, only the loss differs. Peak memory is above "
-        "the weights, with gradients and optimizer state. Losses of the first step are scaled to one normalization, so "
-        "that equal objectives show equal values. speculators and SpecForge also project the anchor rows, and "
-        "speculators takes its hard labels from the target's logits, which it computes in each step."
+        "Drafter forward, backward and AdamW are the same code in all rows, only the loss differs. Peak memory is "
+        "above the weights, with gradients and optimizer state. Losses of the first step are scaled to one "
+        "normalization, so that equal objectives show equal values. speculators and SpecForge also project the anchor "
+        "rows, and speculators takes its hard labels from the target's logits, which it computes in each step."
     )
     header = ["loss", "trajectory tokens/s", "step s", "peak GB", "loss (nats)", "failed"]
     return results, [text, markdown_table(header, lines)]
