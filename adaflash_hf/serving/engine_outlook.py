@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from ..checkpoint_formats import (
     PLUGIN_ARCHITECTURE,
     ZLAB_ARCHITECTURE,
@@ -218,7 +220,7 @@ def _direct_problem(checkpoint: StoredCheckpoint) -> str | None:
         config = DFlashDrafterConfig.from_dict(fields)
         shapes = {native_tensor_name(name): tensor.shape for name, tensor in checkpoint.tensors.items()}
         compare_shapes(DFlashDrafterModel, config, shapes, checkpoint.source)
-    except ValueError as error:
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         return " ".join(str(error).split())
     return None
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_NAME
@@ -95,7 +96,7 @@ def interpret(
         config = DFlashDrafterConfig.from_dict({**reading.config, "model_type": DFlashDrafterConfig.model_type})
     except DrafterCheckpointError:
         raise
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         # transformers' own configuration classes raise these for values of a wrong type, in several lines.
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DrafterCheckpointError(f"{checkpoint.source}: config.json makes no drafter: {reason}") from error

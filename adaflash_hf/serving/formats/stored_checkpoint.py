@@ -108,7 +108,7 @@ def open_checkpoint(path: str | os.PathLike[str], hub: Mapping[str, Any] | None 
     except DrafterCheckpointError as error:
         raise DrafterCheckpointError(f"{error}{_pickles_in(source)}") from error
     except OSError as error:
-        raise DrafterCheckpointError(f"{source}: a weight file is missing ({_first_line(error)}).") from error
+        raise DrafterCheckpointError(f"{source}: a weight file cannot be had ({_first_line(error)}).") from error
     return StoredCheckpoint(source=source, config=config, tensors=_read_headers(files, source))
 
 
@@ -152,6 +152,8 @@ def _read_headers(files: list[str], source: str) -> dict[str, StoredTensor]:
                     part = handle.get_slice(name)
                     dtype = _DTYPE_NAMES.get(part.get_dtype(), part.get_dtype())
                     tensors[name] = StoredTensor(tuple(part.get_shape()), dtype, file)
+        except FileNotFoundError as error:
+            raise DrafterCheckpointError(f"{source}: the weight file {os.path.basename(file)} is missing.") from error
         except (SafetensorError, OSError) as error:
             raise DrafterCheckpointError(
                 f"{source}: {os.path.basename(file)} cannot be read ({_first_line(error)}). The file is damaged or "
