@@ -31,11 +31,19 @@ class MissingDependencyError(AdaFlashError, ImportError):
     """An optional dependency is needed for what was asked and is not installed."""
 
 
-class ReplayBufferError(AdaFlashError, RuntimeError):
+class EngineQueueFullError(AdaFlashError, RuntimeError):
+    """An engine has as many waiting requests as it was told to hold: try again later, or elsewhere."""
+
+
+class EngineStoppedError(AdaFlashError, RuntimeError):
+    """An engine has stopped, or failed, and takes and finishes no requests."""
+
+
+class ReplayBufferError(AdaFlashError, OSError):
     """A replay buffer cannot be read or written: full disk, read-only place, damaged file, too long a wait."""
 
 
-class PublishedVersionError(AdaFlashError, RuntimeError):
+class PublishedVersionError(AdaFlashError, ValueError):
     """A version of a drafter cannot be published or must not be loaded."""
 
 
@@ -44,6 +52,8 @@ __all__ = [
     "DrafterCheckpointError",
     "DrafterCompatibilityError",
     "DrafterExportError",
+    "EngineQueueFullError",
+    "EngineStoppedError",
     "InvalidInputError",
     "MissingDependencyError",
     "PublishedVersionError",

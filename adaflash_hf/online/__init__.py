@@ -1,0 +1,16 @@
+"""Online adaptation: a drafter learns from the traffic it serves and is swapped while it serves.
+
+Inference and training are separate processes. They share a replay buffer (SQLite) and a directory of published
+versions, and nothing else.
+"""
+
+from .recorded_trajectory import RecordedTrajectory
+from .replay_buffer import BufferSettings, ReplayBuffer, TrainingRound
+
+
+__all__ = [
+    "BufferSettings",
+    "RecordedTrajectory",
+    "ReplayBuffer",
+    "TrainingRound",
+]
