@@ -164,7 +164,9 @@ def plan_group(group: LayerGroup, segments: list[Segment], device_type: str) -> 
     """
     places = [group.places[segment.slot] for segment in segments]
     calls, answers = _plan_calls(group.visibility, segments, places, device_type)
-    restore = None if answers == list(range(len(answers))) else OnDevice(answers)
+    # In order and without padding, not even at the end.
+    is_in_order = answers == list(range(sum((call.end - call.begin) * call.rows for call in calls)))
+    restore = None if is_in_order else OnDevice(answers)
     return GroupPlan(group, segments, places, _plan_writes(segments, places), calls, restore)
 
 
