@@ -18,6 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 from .cache_rollback import check_cache_can_roll_back, has_linear_attention, working_cache, write_back
 from .candidate_generator import AdaFlashCandidateGenerator, DraftContext, Proposal
 from .compatibility import unwrap_model
+from .drafter_hooks import RequestLog
 from .length_policies import LengthPolicy, RoundContext, RoundOutcome
 from .outputs import OutputCollector
 from .request_checks import check_request
@@ -112,6 +113,7 @@ class AdaFlashDecoding:
         pad = 0 if self.config._pad_token_tensor is None else int(self.config._pad_token_tensor)
         self._sequences = SequenceBatch(input_ids, pad)
         self._steps = None if self._streamer is None else StepStreamer(self._streamer, batch_size, pad)
+        self._log = RequestLog.start(self.drafter, batch_size)
         returned_cache: Cache | None = cache
         if batch_size > 1 and has_linear_attention(cache):
             self._decode_one_by_one(input_ids, model_kwargs)
@@ -124,6 +126,8 @@ class AdaFlashDecoding:
         if self._steps is not None:
             self._steps.end()
         unwrap_model(self.drafter).last_generation_stats = self.recorder.finish()
+        if self._log is not None:
+            self._log.finish(input_ids, model_kwargs.get("attention_mask"), self._sequences, self.stop_rules)
         sequences = self._sequences.build()
         return self.outputs.build(sequences, returned_cache) if self.outputs.is_dict else sequences
 
@@ -164,6 +168,8 @@ class AdaFlashDecoding:
             all(finished) and not self._lags(rows), self.synced_gpus, device=input_ids.device
         ):
             if not all(finished):
+                if self._log is not None:
+                    self._log.before_round()
                 finished = self._round(runner, generator, batch, finished)
             elif self._lags(rows):
                 self._catch_up(runner, generator, batch)
@@ -283,6 +289,8 @@ class AdaFlashDecoding:
             accepted = min(verdict.accepted[index], count)
             self.recorder.count_round(block_ids.shape[1], accepted, count)
             accepted_counts.append(accepted)
+            if self._log is not None:
+                self._log.rounds[row].append((block_ids.shape[1], accepted))
             self.outputs.add_states(row, index, outputs, count, windows)
             kept.append(count)
             now_finished.append(stop)

@@ -50,6 +50,10 @@ class SequenceBatch:
         """Tokens of the longest row."""
         return self._prompt_length + max(len(tokens) for tokens in self._generated)
 
+    def generated_ids(self, row: int) -> list[int]:
+        """Generated tokens of a row; not to be changed."""
+        return self._generated[row]
+
     def append(self, row: int, tokens: list[int]) -> None:
         """Adds tokens to a row."""
         self._unwritten.setdefault(row, len(self._generated[row]))

@@ -5,12 +5,15 @@ versions, and nothing else.
 """
 
 from .recorded_trajectory import RecordedTrajectory
+from .recorder import RecorderCounts, TrajectoryRecorder
 from .replay_buffer import BufferSettings, ReplayBuffer, TrainingRound
 
 
 __all__ = [
     "BufferSettings",
     "RecordedTrajectory",
+    "RecorderCounts",
     "ReplayBuffer",
     "TrainingRound",
+    "TrajectoryRecorder",
 ]

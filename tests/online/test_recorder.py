@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+import torch
+from online_traffic import in_fork
+from tiny_models import tiny_drafter, tiny_target
+
+from adaflash_hf.errors import InvalidInputError
+from adaflash_hf.generation.drafter_hooks import traffic_domain
+from adaflash_hf.generation.engine import AdaFlashEngine
+from adaflash_hf.generation.engine_requests import RequestResult
+from adaflash_hf.online.recorder import TrajectoryRecorder
+from adaflash_hf.online.replay_buffer import BufferSettings, ReplayBuffer
+
+
+PROMPT = torch.tensor([[5, 9, 11, 20, 31]])
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("llama")
+
+
+def result(number=0, tokens=6, reason="length", **fields):
+    token_ids = [10 + (number + i) % 80 for i in range(tokens)]
+    return RequestResult(number, [5, 6, 7], token_ids, reason, rounds=[(4, 2)], **fields)
+
+
+def test_generate_and_engine_leave_the_same_trajectories(target, tmp_path):
+    drafter = tiny_drafter(target)
+    found = []
+    for name in ("generate", "engine"):
+        path = tmp_path / name
+        with TrajectoryRecorder(path) as recorder:
+            if name == "generate":
+                recorder.attach(drafter)
+                with traffic_domain("math"):
+                    target.generate(PROMPT, assistant_model=drafter, max_new_tokens=9, do_sample=False)
+            else:
+                engine = AdaFlashEngine(target, drafter)
+                engine.drafter_version = 0
+                recorder.attach_engine(engine)
+                engine.submit(PROMPT, max_new_tokens=9, do_sample=False, domain="math").result()
+            assert recorder.flush()
+            assert recorder.counts.written == recorder.counts.received == 1
+        found += ReplayBuffer(path).newest(9)
+    assert found[0].token_ids.tolist() == found[1].token_ids.tolist()
+    assert found[0].rounds.tolist() == found[1].rounds.tolist()
+    assert found[0].prompt_length == 5
+    assert {one.domain for one in found} == {"math"}
+    assert not found[0].finished
+
+
+def test_nothing_is_recorded_after_closing(target, tmp_path):
+    drafter = tiny_drafter(target)
+    recorder = TrajectoryRecorder(tmp_path / "buffer")
+    recorder.attach(drafter)
+    recorder.close()
+    target.generate(PROMPT, assistant_model=drafter, max_new_tokens=4, do_sample=False)
+    assert recorder.counts.received == 0
+
+
+def test_what_cannot_be_learned_from_is_counted_not_stored(tmp_path):
+    with TrajectoryRecorder(tmp_path / "buffer", max_tokens=8) as recorder:
+        for each in (
+            result(1, tokens=1),
+            result(2, reason="error"),
+            RequestResult(3, [5] * 7, [1, 2, 3], "stop"),
+            RequestResult(4, [5], [], "cancelled"),
+            result(5, tokens=20, reason="stop"),
+            result(6, tokens=3, reason="cancelled"),
+        ):
+            recorder.record(each)
+        assert recorder.flush()
+        counts = recorder.counts
+    assert (counts.too_short, counts.invalid, counts.written) == (3, 1, 2)
+    cut, cancelled = ReplayBuffer(tmp_path / "buffer").newest(9)
+    assert len(cut.token_ids) == 8
+    assert not cut.finished
+    assert not cancelled.finished
+
+
+def test_text_is_kept_only_when_asked_for(tmp_path):
+    with TrajectoryRecorder(tmp_path / "buffer", decode_text=lambda ids: f"{len(ids)} tokens") as recorder:
+        recorder.record(result())
+        assert recorder.flush()
+    assert ReplayBuffer(tmp_path / "buffer").newest(1)[0].text == "6 tokens"
+
+
+def test_a_full_queue_drops_and_counts_while_writing_is_blocked(tmp_path):
+    path = tmp_path / "buffer"
+    recorder = TrajectoryRecorder(path, max_queue=5, flush_interval_s=0.01)
+    blocker = sqlite3.connect(path, isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    for number in range(200):
+        recorder.record(result(number))
+    counts = recorder.counts
+    assert counts.received == 200
+    assert counts.dropped >= 200 - 5 - 64 - 1
+    blocker.execute("ROLLBACK")
+    assert recorder.flush(30)
+    counts = recorder.counts
+    assert counts.written + counts.dropped == 200
+    recorder.close()
+
+
+def test_a_buffer_that_cannot_be_opened_is_tried_again(tmp_path, caplog):
+    path = tmp_path / "later" / "buffer"
+    with TrajectoryRecorder(path, flush_interval_s=0.01) as recorder:
+        recorder.record(result())
+        assert not recorder.flush(0.05)
+        assert "directory exists" in recorder.counts.last_error
+        path.parent.mkdir()
+        assert recorder.flush(30)
+        counts = recorder.counts
+    assert (counts.written, counts.last_error) == (1, "")
+    assert counts.write_failures >= 2
+    assert sum("Recorder" in record.message for record in caplog.records) == 1
+
+
+def test_a_damaged_buffer_loses_nothing_that_still_fits_the_queue(tmp_path):
+    path = tmp_path / "buffer"
+    with TrajectoryRecorder(path, flush_interval_s=0.01) as recorder:
+        recorder.record(result(1))
+        assert recorder.flush()
+        for each in tmp_path.glob("buffer*"):
+            each.unlink()
+        path.write_text("not a database any more " * 1000)
+        recorder.record(result(2))
+        assert not recorder.flush(0.3)
+        path.unlink()
+        assert recorder.flush(30)
+    assert len(ReplayBuffer(path).newest(9)) == 1
+
+
+def test_what_could_not_be_written_by_the_end_is_counted_as_lost(tmp_path):
+    recorder = TrajectoryRecorder(tmp_path / "nowhere" / "buffer")
+    recorder.record(result())
+    recorder.close(timeout_s=0.3)
+    assert recorder.counts.lost == 1
+
+
+def test_another_target_is_refused_before_serving(tmp_path):
+    ReplayBuffer(tmp_path / "buffer", BufferSettings(target="org/one"))
+    with pytest.raises(InvalidInputError, match="org/one"):
+        TrajectoryRecorder(tmp_path / "buffer", BufferSettings(target="org/two"))
+
+
+def test_a_fork_records_too(tmp_path):
+    with TrajectoryRecorder(tmp_path / "buffer") as recorder:
+        recorder.record(result(1))
+        assert recorder.flush()
+
+        def child():
+            recorder.record(result(2))
+            assert recorder.flush()
+
+        with in_fork(child) as process:
+            process.join(30)
+            assert process.exitcode == 0
+    assert ReplayBuffer(tmp_path / "buffer").depth().rows == 2
