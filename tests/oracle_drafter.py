@@ -68,16 +68,20 @@ class OracleDrafter(DFlashDrafterModel):
         output = super().forward(noise_embeds, *args, **kwargs)
         position_ids = kwargs["position_ids"]
         self.calls.append({"position_ids": position_ids, "attention_mask": kwargs.get("attention_mask")})
-        block_size = noise_embeds.shape[1]
+        # Blocks come one per row of a batch, or one after the other when they are packed.
+        block_size = self.config.block_size
         first_slot = 1 if self.config.block_layout == "anchor_then_masks" else 0
+        positions = position_ids[:, -noise_embeds.shape[1] :].expand(noise_embeds.shape[:2]).reshape(-1, block_size)
+        anchors = noise_embeds.reshape(-1, block_size, noise_embeds.shape[-1])[:, 0]
         states = output.last_hidden_state.clone()
-        for row in range(states.shape[0]):
-            anchor_position = int(position_ids[row % position_ids.shape[0], -block_size])
-            reference = self._find_reference(noise_embeds[row, 0], anchor_position)
+        blocks = states.view(-1, block_size, states.shape[-1])
+        for block in range(blocks.shape[0]):
+            anchor_position = int(positions[block, 0])
+            reference = self._find_reference(anchors[block], anchor_position)
             for slot in range(first_slot, block_size):
                 position = anchor_position + slot + 1 - first_slot
                 if reference is not None and position < len(reference):
-                    states[row, slot] = self._state_of(reference[position], self.is_mistake(position))
+                    blocks[block, slot] = self._state_of(reference[position], self.is_mistake(position))
         output.last_hidden_state = states
         return output
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from .sequences import SequenceBatch
 from .statistics import GenerationStats
 from .stopping import StopRules
+from .token_choice import TokenChooser
 
 
 if TYPE_CHECKING:
@@ -147,6 +149,7 @@ class RequestHandle:
         prompt_ids (`list[int]`): The prompt.
         wait (`Callable`): `wait(handle, is_ready, timeout)` waits or works until `is_ready()`.
         wake_engine (`Callable`): Tells the engine that there is something to do.
+        check_background (`Callable`): Raises if nobody but the caller would run the engine.
     """
 
     def __init__(
@@ -155,12 +158,14 @@ class RequestHandle:
         prompt_ids: list[int],
         wait: Callable[[RequestHandle, Callable[[], bool], float | None], None],
         wake_engine: Callable[[], None],
+        check_background: Callable[[], None],
     ):
         self.request_id = request_id
         self.prompt_ids = prompt_ids
         self.changed = threading.Condition()
         self._wait = wait
         self._wake_engine = wake_engine
+        self._check_background = check_background
         self._tokens: list[int] = []
         self._result: RequestResult | None = None
         self._is_cancelled = False
@@ -220,8 +225,7 @@ class RequestHandle:
         """All tokens from the first on, each as soon as it is there; raises what the request failed with."""
         position = 0
         while True:
-            seen = position
-            self._wait(self, lambda: self._has_news(seen), None)
+            self._wait(self, partial(self._has_news, position), None)
             for token in self._tokens[position:]:
                 position += 1
                 yield token
@@ -270,6 +274,7 @@ class RequestHandle:
             self._listeners.add(listener)
         try:
             while self._result is None and (position is None or len(self._tokens) <= position):
+                self._check_background()
                 event.clear()
                 # Looked at again after clearing: what came in between would otherwise be waited for in vain.
                 if self._result is None and (position is None or len(self._tokens) <= position):
@@ -315,7 +320,7 @@ class PreparedRequest:
     A request as transformers' own `generate()` prepares it.
 
     Attributes:
-        prompt_ids (`torch.Tensor` of shape `(1, prompt_length)`): The prompt, on the device of the logits.
+        prompt_ids (`list[int]`): The prompt.
         logits_processor (`LogitsProcessorList`): Processors of this request.
         stop_rules (`StopRules`): Its ends.
         do_sample (`bool`): Sample, or take the argmax.
@@ -325,7 +330,7 @@ class PreparedRequest:
         settings (`tuple`, *optional*): Equal for requests whose rows may be processed together; None if they may not.
     """
 
-    prompt_ids: torch.Tensor
+    prompt_ids: list[int]
     logits_processor: LogitsProcessorList
     stop_rules: StopRules
     do_sample: bool
@@ -351,7 +356,8 @@ class GenerationRequest:
         self.arrival = handle.request_id
         self.state = RequestState.WAITING
         self.tokens: list[int] = []
-        self.sequences = SequenceBatch(prepared.prompt_ids, prepared.pad_token_id)
+        self.chooser = TokenChooser(prepared.logits_processor, prepared.do_sample, 1)
+        self._sequences: SequenceBatch | None = None
         self.noise = RequestNoise(prepared.seed) if prepared.seed is not None else None
         self.target_slot = self.drafter_slot = -1
         self.prefilled = 0
@@ -399,18 +405,35 @@ class GenerationRequest:
         # After a return, generated tokens are prefilled too.
         return prompt[begin:end] + self.tokens[max(begin - len(prompt), 0) : max(end - len(prompt), 0)]
 
-    def cut(self, tokens: list[int]) -> tuple[int, bool]:
-        """How many of `tokens` the stop rules let through, and whether the request ends there."""
-        return self.prepared.stop_rules.cut(tokens, self.num_tokens, 0, self.sequences.prefixes)
+    def sequences_on(self, device: torch.device) -> SequenceBatch:
+        """What processors and criteria read, made when the first of them asks."""
+        if self._sequences is None:
+            prompt = torch.tensor([self.prompt_ids], device=device)
+            self._sequences = SequenceBatch(prompt, self.prepared.pad_token_id)
+            self._sequences.append(0, self.tokens)
+        return self._sequences
 
-    def commit(self, tokens: list[int]) -> None:
-        """Appends tokens and shows them to the owner."""
-        now = time.perf_counter()
-        if self.handle.add_tokens(tokens):
-            self.tokens.extend(tokens)
-            self.sequences.append(0, tokens)
-            self.first_token_s = self.first_token_s or now
-            self.last_token_s = now
+    def cut(self, tokens: list[int], device: torch.device) -> tuple[int, bool]:
+        """How many of `tokens` the stop rules let through, and whether the request ends there."""
+
+        def prefixes(length: int, pending: dict[int, list[int]]) -> torch.Tensor:
+            return self.sequences_on(device).prefixes(length, pending)
+
+        return self.prepared.stop_rules.cut(tokens, self.num_tokens, 0, prefixes)
+
+    def commit(self, tokens: list[int]) -> float | None:
+        """Appends tokens and shows them to the owner; says how many seconds after the last ones, if there are any."""
+        if not self.handle.add_tokens(tokens):
+            return None
+        now, before = time.perf_counter(), self.last_token_s
+        self.tokens.extend(tokens)
+        if self._sequences is not None:
+            self._sequences.append(0, tokens)
+        self.last_token_s = now
+        if before is None:
+            self.first_token_s = now
+            return None
+        return now - before
 
     def build_result(self, reason: FinishReason, error: BaseException | None = None) -> RequestResult:
         """What is handed to the owner and to the recorder."""

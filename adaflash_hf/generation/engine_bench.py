@@ -1,0 +1,145 @@
+"""Single target steps and drafts of any size on scratch requests, for policies that weigh costs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Sequence
+
+import torch
+import transformers
+from transformers.modeling_utils import PreTrainedModel
+
+from .compatibility import unwrap_model
+from .packed_drafter import PackedDrafter
+from .packed_target import PackedTarget
+
+
+__all__ = ["EngineRoundBench", "cost_fingerprint"]
+
+# Context of each scratch request. Attention over more costs more, but in the target's step the weights dominate.
+CONTEXT_TOKENS = 128
+
+
+def _describe(model: PreTrainedModel) -> str:
+    """Name and shape of a model: equal for two that cost the same."""
+    config = unwrap_model(model).config
+    shape = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    digest = hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()
+    layers = sorted({type(module).__name__ for module in model.modules()})
+    kinds = hashlib.blake2b(",".join(layers).encode(), digest_size=4).hexdigest()  # prepacked, quantised, adapted
+    return f"{type(unwrap_model(model)).__name__}-{digest}-{kinds}"
+
+
+def cost_fingerprint(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, str]:
+    """What the costs of an engine's rounds depend on.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        drafter (`PreTrainedModel`): The drafter.
+
+    Returns:
+        `dict[str, str]`: Names the table that costs are kept in.
+    """
+    base = unwrap_model(target)
+    is_cuda = base.device.type == "cuda"
+    return {
+        "loop": "engine",
+        "target": _describe(target),
+        "drafter": _describe(drafter),
+        "dtype": str(base.dtype),
+        "device": torch.cuda.get_device_name(base.device) if is_cuda else platform.processor() or platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+class EngineRoundBench:
+    """A [`RoundBench`] for the engine's packed rounds, on caches of its own.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        drafter (`PreTrainedModel`): The drafter.
+        max_requests (`int`): Most requests that can ever be active at once.
+        memory_limit_bytes (`int`, *optional*): Most bytes of the scratch caches.
+    """
+
+    is_packed = True
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: PreTrainedModel,
+        max_requests: int,
+        memory_limit_bytes: int | None = None,
+    ):
+        self.max_requests = max_requests
+        self._models = target, drafter
+        self._target = PackedTarget(target)
+        self._drafter = PackedDrafter(drafter, target)
+        self._memory_limit_bytes = memory_limit_bytes
+        self.longest_verify_length = self._drafter.longest_verify_length
+        self._slots: list[tuple[int, int]] = []
+        self._hidden_states: torch.Tensor | None = None
+        self._layer_ids = self._drafter.config.target_layer_ids
+        self._token_id = min(self._target.base_model.get_input_embeddings().weight.shape[0] - 1, 5)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What the costs depend on; names the cached table."""
+        return cost_fingerprint(*self._models)
+
+    def _open(self, num_requests: int) -> None:
+        """Prefills scratch requests until there are enough."""
+        length = self._context_tokens()
+        while len(self._slots) < num_requests:
+            slot, drafter_slot = self._target.allocate(length + 64), self._drafter.allocate(length + 64)
+            outputs = self._target.forward(
+                [slot], [[self._token_id] * length], layer_ids=self._layer_ids, logits_for="none"
+            )
+            assert outputs.features is not None
+            self._drafter.extend(drafter_slot, outputs.features)
+            self._slots.append((slot, drafter_slot))
+
+    def _context_tokens(self) -> int:
+        length = CONTEXT_TOKENS
+        if self._memory_limit_bytes is not None:
+            bound = self._memory_limit_bytes / (2 * max(self.max_requests, 1))
+            while length > 16 and self._target.bytes_for(length) + self._drafter.bytes_for(length) > bound:
+                length //= 2
+        return length
+
+    def run_target(self, verify_lengths: Sequence[int]) -> None:
+        """Projects the drafts of these lengths and verifies them, one length per request; rolled back, waited for."""
+        count = len(verify_lengths)
+        if self._hidden_states is None or self._hidden_states.shape[0] < count:
+            self.run_draft(count)
+        assert self._hidden_states is not None
+        drafts = self._drafter.project(self._hidden_states[:count], verify_lengths)
+        slots = [slot for slot, _ in self._slots[:count]]
+        anchor = drafts.token_ids.new_tensor([self._token_id])
+        ids = [torch.cat([anchor, piece]) for piece in drafts.token_ids.split(drafts.counts)]
+        lengths = [self._target.length(slot) for slot in slots]
+        outputs = self._target.forward(
+            slots, [piece.to(self._target.device) for piece in ids], layer_ids=self._layer_ids
+        )
+        outputs.logits.argmax(dim=-1).tolist()
+        for slot, length in zip(slots, lengths, strict=True):
+            self._target.truncate(slot, length)
+
+    def run_draft(self, num_requests: int) -> None:
+        """Drafts whole blocks up to their hidden states, and waits for them."""
+        self._open(num_requests)
+        slots = [drafter_slot for _, drafter_slot in self._slots[:num_requests]]
+        self._hidden_states = self._drafter.draft(slots, [self._token_id] * num_requests)
+        self._hidden_states[0, 0, 0].item()
+
+    def close(self) -> None:
+        """Frees the scratch state."""
+        for slot, drafter_slot in self._slots:
+            self._target.release(slot)
+            self._drafter.release(drafter_slot)
+        self._slots.clear()
+        self._hidden_states = None

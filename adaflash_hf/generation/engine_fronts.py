@@ -1,0 +1,175 @@
+"""Two ways of running an engine besides calling `step`: a background thread, and asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import EngineQueueFullError
+from .engine_requests import RequestHandle, RequestResult
+
+
+if TYPE_CHECKING:
+    from .engine import AdaFlashEngine
+
+
+__all__ = ["AsyncEngine", "BackgroundThread"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Signals:
+    """What a thread and its engine tell each other. Holds no reference to the engine, so that it can be collected."""
+
+    def __init__(self) -> None:
+        self.news = threading.Event()
+        self.is_stopping = False
+
+
+class BackgroundThread:
+    """Runs an engine's rounds as long as there are any, and sleeps otherwise.
+
+    The thread ends with `stop`, with the interpreter, or when nobody holds the engine or one of its handles any more.
+
+    Args:
+        engine (`AdaFlashEngine`): The engine.
+    """
+
+    def __init__(self, engine: AdaFlashEngine):
+        self._engine = weakref.ref(engine)
+        self._lock = threading.Lock()
+        self._signals = _Signals()
+        self._thread: threading.Thread | None = None
+        self._finalizer: weakref.finalize | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread is there."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    def wake(self) -> None:
+        """Says that there is something to do."""
+        self._signals.news.set()
+
+    def start(self) -> None:
+        """Starts the thread, unless it runs."""
+        with self._lock:
+            engine = self._engine()
+            if self.is_running or engine is None:
+                return
+            signals = self._signals = _Signals()
+            self._thread = threading.Thread(
+                target=_run_rounds, args=(self._engine, signals), name="adaflash-engine", daemon=True
+            )
+            # A daemon that is inside a matmul while the interpreter goes down would crash it.
+            self._finalizer = weakref.finalize(engine, _end_thread, signals, self._thread)
+            self._thread.start()
+
+    def stop(self, drain: bool, timeout: float | None) -> None:
+        """Ends the thread, see `AdaFlashEngine.stop`."""
+        with self._lock:
+            thread, engine = self._thread, self._engine()
+            if engine is None:
+                return
+            if drain and self.is_running:
+                _wait_until_idle(engine, timeout)
+            if thread is not None and thread is not threading.current_thread():
+                _end_thread(self._signals, thread)
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            self._thread = self._finalizer = None
+        engine.cancel_all()
+
+
+def _wait_until_idle(engine: AdaFlashEngine, timeout: float | None) -> None:
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while engine.is_running and engine.has_requests and (deadline is None or time.monotonic() < deadline):
+        time.sleep(0.002)
+
+
+def _end_thread(signals: _Signals, thread: threading.Thread) -> None:
+    signals.is_stopping = True
+    signals.news.set()
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+def _run_rounds(engine_ref: weakref.ref[AdaFlashEngine], signals: _Signals) -> None:
+    while not signals.is_stopping:
+        signals.news.clear()
+        engine = engine_ref()
+        if engine is None:
+            return
+        try:
+            is_busy = engine.step()
+        except BaseException:
+            # The requests were told; whoever submits the next one will be, too.
+            logger.exception("The engine failed in its background thread.")
+            return
+        del engine
+        if not is_busy:
+            signals.news.wait()
+
+
+class AsyncEngine:
+    """An engine for asyncio: `async with AsyncEngine(engine) as front: ...`.
+
+    Submitting is done in a worker thread, rounds run in the engine's own, so that the event loop is never held up.
+
+    Args:
+        engine (`AdaFlashEngine`): The engine; started and stopped with the `async with` block.
+    """
+
+    def __init__(self, engine: AdaFlashEngine):
+        self.engine = engine
+
+    async def __aenter__(self) -> AsyncEngine:
+        self.engine.start()
+        return self
+
+    async def __aexit__(self, error_type: type[BaseException] | None, *exc: object) -> None:
+        await asyncio.to_thread(self.engine.stop, error_type is None)
+
+    async def submit(
+        self, input_ids: Sequence[int] | torch.Tensor, *args: Any, wait_for_queue: bool = False, **kwargs: Any
+    ) -> RequestHandle:
+        """As `AdaFlashEngine.submit`.
+
+        Args:
+            input_ids (`Sequence[int]` or `torch.Tensor`): One prompt.
+            args (`tuple`): Passed on.
+            wait_for_queue (`bool`, defaults to `False`): Wait while the queue is full, rather than raise.
+            kwargs (`dict`): Passed on.
+        """
+        while True:
+            try:
+                return await asyncio.to_thread(self.engine.submit, input_ids, *args, **kwargs)
+            except EngineQueueFullError:
+                if not wait_for_queue:
+                    raise
+                await asyncio.sleep(0.01)
+
+    async def stream(self, input_ids: Sequence[int] | torch.Tensor, *args: Any, **kwargs: Any) -> AsyncIterator[int]:
+        """Tokens of one request as they come. Leaving the loop early cancels the request."""
+        handle = await self.submit(input_ids, *args, **kwargs)
+        try:
+            async for token in handle:
+                yield token
+        finally:
+            handle.cancel()
+
+    async def generate(self, input_ids: Sequence[int] | torch.Tensor, *args: Any, **kwargs: Any) -> RequestResult:
+        """The result of one request. Cancelling the awaiting task cancels the request."""
+        handle = await self.submit(input_ids, *args, **kwargs)
+        try:
+            return await handle
+        finally:
+            handle.cancel()

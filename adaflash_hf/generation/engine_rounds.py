@@ -1,0 +1,372 @@
+"""One round of the engine: draft, verify and prefill in one packed forward, judge, commit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers.modeling_utils import PreTrainedModel
+
+from .engine_requests import FinishReason, GenerationRequest, RequestState
+from .engine_verdicts import Block, Verdict, judge_blocks, sample_drafts
+from .length_policies import LengthPolicy, RoundContext, RoundOutcome
+from .packed_drafter import PackedDrafter
+from .packed_target import LogitsFor, PackedOutputs, PackedTarget
+from .scheduler import MemoryGauge
+from .statistics import StatisticsRecorder
+
+
+__all__ = ["EngineRounds", "RoundReport"]
+
+
+@dataclass
+class RoundReport:
+    """
+    What a round did.
+
+    Attributes:
+        ended (`list[tuple]`): Requests that reached a stop rule, and which kind.
+        failed (`list[tuple]`): Requests whose own processors or criteria failed, and the error.
+        num_decoding (`int`): Requests that were verified.
+        num_prefilled (`int`): Tokens prefilled.
+        committed (`list[tuple]`):
+            Requests that grew, by how many tokens, and the seconds since they last did; None for a first token.
+    """
+
+    ended: list[tuple[GenerationRequest, FinishReason]] = field(default_factory=list)
+    failed: list[tuple[GenerationRequest, Exception]] = field(default_factory=list)
+    num_decoding: int = 0
+    num_prefilled: int = 0
+    committed: list[tuple[GenerationRequest, int, float | None]] = field(default_factory=list)
+
+
+@dataclass
+class _Drafts:
+    """The drafts of a round. `lengths` are the verify lengths of all decoding requests, 1 for those without drafts."""
+
+    lengths: list[int]
+    token_ids: torch.Tensor | None = None
+    probs: dict[int, torch.Tensor] = field(default_factory=dict)
+    noise: dict[int, torch.Tensor] = field(default_factory=dict)
+    drafted: list[int] = field(default_factory=list)
+    context: RoundContext | None = None
+    draft_s: float | None = None
+
+
+@dataclass
+class _Rows:
+    """One request's part of the packed forward."""
+
+    request: GenerationRequest
+    count: int
+    logits_for: LogitsFor
+    length_before: int = 0
+
+
+class EngineRounds:
+    """The models, their packed caches, and what happens between two moments at which requests may come and go.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        drafter (`PreTrainedModel`, *optional*): The drafter; plain decoding without one.
+        policy (`LengthPolicy`, *optional*): How many rows to verify; needed with a drafter.
+        recorder (`StatisticsRecorder`): Counts rounds and times phases.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: PreTrainedModel | None,
+        policy: LengthPolicy | None,
+        recorder: StatisticsRecorder,
+    ):
+        self.target = PackedTarget(target)
+        self.drafter = None if drafter is None else PackedDrafter(drafter, target)
+        self.policy = policy
+        self.recorder = recorder
+        self.drafter_version = 0
+        self._layer_ids: Sequence[int] = (
+            () if self.drafter is None else self.drafter.base_drafter.config.target_layer_ids
+        )
+        self._is_cpu = self.target.device.type == "cpu"
+
+    @property
+    def longest_verify_length(self) -> int:
+        """Most rows of a request per round, the anchor included."""
+        return 1 if self.drafter is None else self.drafter.longest_verify_length
+
+    # Slots and memory
+
+    def open(self, request: GenerationRequest) -> None:
+        """Gives a request its place in the caches."""
+        expected = request.num_tokens + self.longest_verify_length
+        request.target_slot = self.target.allocate(expected)
+        if self.drafter is not None:
+            request.drafter_slot = self.drafter.allocate(expected)
+        request.prefilled = 0
+        request.state = RequestState.PREFILLING
+
+    def close(self, request: GenerationRequest) -> None:
+        """Takes a request out of the caches; its tokens stay with it."""
+        if request.target_slot >= 0:
+            self.target.release(request.target_slot)
+        if request.drafter_slot >= 0 and self.drafter is not None:
+            self.drafter.release(request.drafter_slot)
+        request.target_slot = request.drafter_slot = -1
+        request.prefilled = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the caches of target and drafter."""
+        return self.target.memory_bytes + (0 if self.drafter is None else self.drafter.memory_bytes)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Bytes that one request of so many tokens takes in both caches."""
+        drafter = 0 if self.drafter is None else self.drafter.bytes_for(num_tokens)
+        return self.target.bytes_for(num_tokens) + drafter
+
+    @property
+    def gauge(self) -> MemoryGauge:
+        """What the scheduler asks."""
+        return MemoryGauge(lambda: self.memory_bytes, self.bytes_for)
+
+    # One round
+
+    def run(
+        self, decoding: list[GenerationRequest], chunks: list[tuple[GenerationRequest, int]], started_s: float | None
+    ) -> RoundReport:
+        """Advances requests by one round.
+
+        Args:
+            decoding (`list[GenerationRequest]`): Requests to draft for and verify.
+            chunks (`list[tuple]`): Requests to prefill, and tokens of each.
+            started_s (`float`, *optional*): When the round began, if its time says what decoding costs; else None.
+
+        Returns:
+            `RoundReport`: What happened.
+        """
+        drafts = self._draft(decoding)
+        rows = [_Rows(request, length, "all") for request, length in zip(decoding, drafts.lengths, strict=True)] + [
+            _Rows(request, count, self._logits_for_chunk(request, count)) for request, count in chunks
+        ]
+        for part in rows:
+            part.length_before = self.target.length(part.request.target_slot)
+        phase = "verify" if decoding else "prefill"
+        with self.recorder.phase(phase):
+            outputs = self._forward(rows, drafts)
+        self.recorder.count_target_forward()
+        blocks = self._blocks(rows, drafts)
+        verdicts = judge_blocks(blocks, outputs.logits, drafts.token_ids) if blocks else []
+        return self._settle(rows, drafts, outputs, dict(zip(map(_key, blocks), verdicts, strict=True)), started_s)
+
+    @staticmethod
+    def _logits_for_chunk(request: GenerationRequest, count: int) -> LogitsFor:
+        # A request that was returned knows the token after its prefill already.
+        is_last = count == request.prefill_remaining
+        return "last" if is_last and not request.tokens else "none"
+
+    def _draft(self, decoding: list[GenerationRequest]) -> _Drafts:
+        drafts = _Drafts([1] * len(decoding))
+        if self.drafter is None or self.policy is None or not decoding:
+            return drafts
+        longest = [min(self.longest_verify_length, request.remaining) for request in decoding]
+        members = [index for index, bound in enumerate(longest) if bound > 1]
+        if not members or not self.policy.wants_draft(len(decoding)):
+            return drafts
+        started_s = time.perf_counter()
+        with self.recorder.phase("draft"):
+            self._run_drafter(decoding, members, longest, drafts)
+        # Elsewhere the time would be that of launching kernels, not of running them.
+        drafts.draft_s = time.perf_counter() - started_s if self._is_cpu else None
+        return drafts
+
+    def _run_drafter(
+        self, decoding: list[GenerationRequest], members: list[int], longest: list[int], drafts: _Drafts
+    ) -> None:
+        assert self.drafter is not None and self.policy is not None
+        requests = [decoding[index] for index in members]
+        context = RoundContext(
+            longest=[longest[index] for index in members],
+            num_active=len(decoding),
+            request_ids=[request.arrival for request in requests],
+            num_generated=[len(request.tokens) for request in requests],
+        )
+        hidden_states = self.drafter.draft(
+            [request.drafter_slot for request in requests], [request.anchor_id for request in requests]
+        )
+        base, all_logits = self.drafter.base_drafter, None
+        if self.policy.needs_draft_logits(base):
+            whole = [self.longest_verify_length] * len(requests)
+            all_logits = self.drafter.project(hidden_states, whole, keep_logits=True).logits
+            assert all_logits is not None
+            context.draft_logits = all_logits.view(len(requests), -1, all_logits.shape[-1])
+        lengths = self.policy.choose(base, hidden_states, context)
+        drafts.drafted, drafts.context = members, context
+        for index, length in zip(members, lengths, strict=True):
+            drafts.lengths[index] = length
+        if max(lengths) > 1:
+            self._project(requests, hidden_states, lengths, context, drafts)
+
+    def _project(
+        self,
+        requests: list[GenerationRequest],
+        hidden_states: torch.Tensor,
+        lengths: list[int],
+        context: RoundContext,
+        drafts: _Drafts,
+    ) -> None:
+        """Turns the kept rows into drafts: the argmax, or draws for requests that sample their drafts."""
+        assert self.drafter is not None
+        sampling = [r.prepared.samples_drafts and length > 1 for r, length in zip(requests, lengths, strict=True)]
+        packed = self.drafter.project(hidden_states, lengths, keep_logits=any(sampling))
+        drafts.token_ids = packed.token_ids
+        if not any(sampling):
+            return
+        assert packed.logits is not None
+        pieces = []
+        parts = zip(packed.token_ids.split(packed.counts), packed.logits.split(packed.counts), strict=True)
+        for request, length, samples, (ids, logits) in zip(requests, lengths, sampling, parts, strict=True):
+            if samples:
+                noise = self._noise_of(request, length, drafts)
+                ids, drafts.probs[request.arrival] = sample_drafts(request, logits, noise)
+            pieces.append(ids)
+        drafts.token_ids = torch.cat(pieces)
+
+    @staticmethod
+    def _noise_of(request: GenerationRequest, count: int, drafts: _Drafts) -> torch.Tensor:
+        """The numbers that decide a request's next tokens, taken once per round."""
+        assert request.noise is not None
+        if request.arrival not in drafts.noise:
+            drafts.noise[request.arrival] = request.noise.take(len(request.tokens), count)
+        return drafts.noise[request.arrival]
+
+    def _forward(self, rows: list[_Rows], drafts: _Drafts) -> PackedOutputs:
+        """Packs anchors, drafts and chunks. Drafts are put in on the device: the host has not seen them yet."""
+        flat: list[int] = []
+        draft_places: list[int] = []
+        for part in rows:
+            if part.request.state is RequestState.DECODING:
+                begin = len(flat) + 1
+                flat.append(part.request.anchor_id)
+                flat.extend([0] * (part.count - 1))
+                draft_places.extend(range(begin, len(flat)))
+            else:
+                flat.extend(part.request.next_chunk(part.count))
+        ids = torch.tensor(flat, device=self.target.device)
+        if draft_places:
+            assert drafts.token_ids is not None
+            ids[torch.tensor(draft_places, device=ids.device)] = drafts.token_ids.to(ids.device)
+        return self.target.forward(
+            [part.request.target_slot for part in rows],
+            ids,
+            [part.count for part in rows],
+            layer_ids=self._layer_ids,
+            logits_for=[part.logits_for for part in rows],
+        )
+
+    def _blocks(self, rows: list[_Rows], drafts: _Drafts) -> list[Block]:
+        blocks = []
+        first_row = first_draft = 0
+        for part in rows:
+            if part.logits_for == "none":
+                continue
+            request, num_rows = part.request, part.count if part.logits_for == "all" else 1
+            noise = None if request.noise is None else self._noise_of(request, num_rows, drafts)
+            probs = drafts.probs.get(request.arrival)
+            blocks.append(Block(request, first_row, num_rows, first_draft, probs, noise))
+            first_row += num_rows
+            first_draft += num_rows - 1
+        return blocks
+
+    # After the verdicts
+
+    def _settle(
+        self,
+        rows: list[_Rows],
+        drafts: _Drafts,
+        outputs: PackedOutputs,
+        verdicts: dict[int, Verdict],
+        started_s: float | None,
+    ) -> RoundReport:
+        report = RoundReport(num_decoding=len(drafts.lengths))
+        features = outputs.features_by_slot() if self.drafter is not None else [None] * len(rows)
+        device = outputs.logits.device
+        accepted: list[int] = []
+        ended: list[bool] = []
+        committed = 0
+        for part, new_features in zip(rows, features, strict=True):
+            verdict = verdicts.get(part.request.arrival)
+            is_verified = part.request.state is RequestState.DECODING
+            if not is_verified:
+                report.num_prefilled += part.count
+                part.request.prefilled += part.count
+            count, is_over = self._commit(part.request, verdict, device, report)
+            if is_verified:
+                assert verdict is not None
+                accepted.append(min(verdict.accepted, count))
+                ended.append(is_over)
+                part.request.rounds.append((part.count, accepted[-1]))
+                self.recorder.count_round(part.count, accepted[-1], count)
+                committed += count
+            if not is_over:
+                self._advance(part, count if is_verified else part.count, new_features)
+        self._tell_policy(drafts, accepted, ended, committed, started_s)
+        return report
+
+    def _commit(
+        self, request: GenerationRequest, verdict: Verdict | None, device: torch.device, report: RoundReport
+    ) -> tuple[int, bool]:
+        """Adds tokens to a request; says how many, and whether that was its last round."""
+        if verdict is None:
+            return 0, False
+        if verdict.error is not None:
+            report.failed.append((request, verdict.error))
+            return 0, True
+        try:
+            count, is_over = request.cut(verdict.tokens, device)
+        except Exception as error:  # a stopping criterion of the user's own
+            report.failed.append((request, error))
+            return 0, True
+        report.committed.append((request, count, request.commit(verdict.tokens[:count])))
+        if is_over:
+            rules = request.prepared.stop_rules
+            is_cut = request.remaining <= 0 and verdict.tokens[count - 1] not in rules.eos_token_ids
+            report.ended.append((request, "length" if is_cut else "stop"))
+        return count, is_over
+
+    def _advance(self, part: _Rows, kept: int, features: torch.Tensor | None) -> None:
+        """Rolls back what was rejected, and hands what was kept to the drafter."""
+        request = part.request
+        if kept < part.count:
+            self.target.truncate(request.target_slot, part.length_before + kept)
+        if self.drafter is not None and features is not None:
+            self.drafter.extend(request.drafter_slot, features[:kept])
+        if request.state is RequestState.PREFILLING and request.prefilled >= request.prefill_target:
+            request.state = RequestState.DECODING
+            if request.drafter_version is None:
+                request.drafter_version = self.drafter_version
+
+    def _tell_policy(
+        self, drafts: _Drafts, accepted: list[int], ended: list[bool], committed: int, started_s: float | None
+    ) -> None:
+        if self.policy is None or not drafts.lengths:
+            return
+        num_active = len(drafts.lengths)
+        members = drafts.drafted or list(range(num_active))
+        context = drafts.context or RoundContext([1] * num_active, num_active)
+        outcome = RoundOutcome(
+            verify_lengths=[drafts.lengths[index] for index in members],
+            accepted=[accepted[index] for index in members],
+            ended=[ended[index] for index in members],
+            drafted=bool(drafts.drafted),
+            committed=committed,
+            round_s=None if started_s is None else time.perf_counter() - started_s,
+            draft_s=drafts.draft_s,
+        )
+        self.policy.observe_round(context, outcome)
+
+
+def _key(block: Block) -> int:
+    return block.request.arrival
