@@ -4,7 +4,7 @@ from .candidate_generator import AdaFlashCandidateGenerator
 from .compatibility import check_drafter_fits_target
 from .engine import AdaFlashEngine
 from .engine_fronts import AsyncEngine
-from .engine_requests import RequestHandle, RequestResult
+from .engine_handles import RequestHandle, RequestResult
 from .engine_statistics import EngineStats
 from .length_policies import FixedLengthPolicy, LengthHeadPolicy, LengthPolicy
 from .prepacking import prepack_linear_layers, restore_linear_layers

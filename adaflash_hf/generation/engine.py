@@ -17,9 +17,11 @@ from transformers.modeling_utils import PreTrainedModel
 from ..errors import EngineQueueFullError, EngineStoppedError, InvalidInputError
 from .compatibility import check_drafter_fits_target, unwrap_model
 from .engine_bench import EngineRoundBench
+from .engine_callbacks import Callbacks
 from .engine_fronts import BackgroundThread
+from .engine_handles import FinishReason, RequestHandle, RequestResult
 from .engine_preparation import RequestPreparation
-from .engine_requests import FinishReason, GenerationRequest, RequestHandle, RequestResult, RequestState
+from .engine_requests import GenerationRequest, RequestState
 from .engine_rounds import EngineRounds
 from .engine_statistics import EngineRecorder, EngineStats
 from .length_policies import LengthPolicy, build_length_policy
@@ -53,7 +55,8 @@ class AdaFlashEngine:
         max_concurrency (`int`, defaults to 64): Most requests that run at once.
         max_queue (`int`, defaults to 1024): Most requests that wait; further ones are refused.
         memory_limit_bytes (`int`, *optional*): Most bytes of the caches, activations not counted.
-        prefill_chunk_tokens (`int`, defaults to 512): Most prompt tokens per round.
+        prefill_chunk_tokens (`int`, *optional*):
+            Most prompt tokens per round, which all others wait for; 256 on a CPU and 1024 elsewhere when not given.
         concurrency_ema_weight (`float`, defaults to 0.1): The paper's beta, see [`SchedulerConfig`].
 
     Raises:
@@ -73,11 +76,13 @@ class AdaFlashEngine:
         max_concurrency: int = 64,
         max_queue: int = 1024,
         memory_limit_bytes: int | None = None,
-        prefill_chunk_tokens: int = 512,
+        prefill_chunk_tokens: int | None = None,
         concurrency_ema_weight: float = 0.1,
     ):
         if max_queue < 1:
             raise InvalidInputError(f"`max_queue` is {max_queue}, expected 1 or more.")
+        if prefill_chunk_tokens is None:
+            prefill_chunk_tokens = 256 if unwrap_model(target).device.type == "cpu" else 1024
         config = SchedulerConfig(max_concurrency, prefill_chunk_tokens, memory_limit_bytes, concurrency_ema_weight)
         self.policy: LengthPolicy | None = None
         if drafter is not None:
@@ -100,8 +105,7 @@ class AdaFlashEngine:
         self._stepping: int | None = None  # thread that is in a round
         self._end: BaseException | None = None  # what the engine died of
         self._is_prepared = False
-        self._round_callbacks: list[Callable[[], Any]] = []
-        self._finish_callbacks: list[Callable[[RequestResult], Any]] = []
+        self._round_callbacks, self._finish_callbacks = Callbacks(), Callbacks()
         self._thread = BackgroundThread(self)
 
     # Submitting
@@ -210,7 +214,7 @@ class AdaFlashEngine:
 
     def _step(self) -> bool:
         started_s = time.perf_counter()
-        self._call_back(self._round_callbacks)
+        self._round_callbacks.call()
         self._take_inbox()
         has_dropped = self._drop_cancelled()
         queued = self.queue_depth
@@ -222,7 +226,8 @@ class AdaFlashEngine:
         running = self._scheduler.running
         if not running:
             return has_dropped
-        self._prepare_policy()
+        if not self._is_prepared:
+            self.prepare()
         chunks = self._scheduler.plan_prefill()
         decoding = [request for request in running if request.state is RequestState.DECODING]
         is_typical = not (chunks or admitted or has_returned)
@@ -232,13 +237,15 @@ class AdaFlashEngine:
         except torch.OutOfMemoryError as error:
             self._survive_out_of_memory(error)
             return True
-        for request, reason in report.ended:
-            self._finish(request, reason)
-        for request, failure in report.failed:
-            self._finish(request, "error", failure)
+        self._finish_ended()
         self._scheduler.observe(has_returned)
         self._recorder.count_step(report, started_s, num_running, queued, self._rounds.memory_bytes)
         return True
+
+    def _finish_ended(self) -> None:
+        for request in [request for request in self._scheduler.running if request.end is not None]:
+            assert request.end is not None
+            self._finish(request, request.end, request.failure)
 
     def _take_inbox(self) -> None:
         with self._inbox_lock:
@@ -269,6 +276,7 @@ class AdaFlashEngine:
 
     def _survive_out_of_memory(self, error: torch.OutOfMemoryError) -> None:
         """The device had less memory than was thought: begin again with half as many, or give up the only one."""
+        self._finish_ended()  # some may have got through before it happened
         running = list(self._scheduler.running)
         logger.warning("Out of memory with %d requests; going on with fewer. %s", len(running), error)
         if len(running) == 1:
@@ -289,7 +297,7 @@ class AdaFlashEngine:
         result = request.build_result(reason, error if reason == "error" else None)
         self._recorder.count_finished(result)
         request.handle.finish(result)
-        self._call_back(self._finish_callbacks, result)
+        self._finish_callbacks.call(result)
 
     def _die(self, error: BaseException) -> None:
         """Tells everyone who waits that nothing more will come."""
@@ -316,10 +324,6 @@ class AdaFlashEngine:
     def _check_alive(self) -> None:
         if self._end is not None:
             raise self._stopped_error()
-
-    def _prepare_policy(self) -> None:
-        if not self._is_prepared:
-            self.prepare()
 
     def prepare(self) -> None:
         """Lets the length policy measure what it needs to know. Otherwise the first round does."""
@@ -374,14 +378,23 @@ class AdaFlashEngine:
             drain (`bool`, defaults to `True`): Finish all requests first; otherwise they are cancelled.
             timeout (`float`, *optional*): Seconds after which requests are cancelled even so.
         """
-        self._thread.stop(drain, timeout)
+        if self._stepping == threading.get_ident():
+            raise RuntimeError("A callback must not stop the engine that runs it: call `stop` from another thread.")
+        if self._thread.stop(drain, timeout):
+            # Requests that came too late to be drained stay; whoever waits for one must see that nobody works on it.
+            for request in self._all_requests():
+                request.handle.nudge()
+        else:
+            self.cancel_all()
+
+    def _all_requests(self) -> list[GenerationRequest]:
+        with self._step_lock, self._inbox_lock:
+            return [*self._inbox, *self._scheduler.running, *self._scheduler.waiting]
 
     def cancel_all(self) -> None:
         """Cancels every request that waits or runs."""
         with self._step_lock:
-            with self._inbox_lock:
-                everyone = [*self._inbox, *self._scheduler.running, *self._scheduler.waiting]
-            for request in everyone:
+            for request in self._all_requests():
                 request.handle.cancel()
             if self._end is None:
                 self._take_inbox()
@@ -410,7 +423,7 @@ class AdaFlashEngine:
         Returns:
             `Callable`: Call it to end this.
         """
-        return self._register(self._round_callbacks, callback)
+        return self._round_callbacks.register(callback)
 
     def on_finished(self, callback: Callable[[RequestResult], Any]) -> Callable[[], None]:
         """Has `callback(result)` called for every request that ends, in whatever way.
@@ -418,19 +431,7 @@ class AdaFlashEngine:
         Returns:
             `Callable`: Call it to end this.
         """
-        return self._register(self._finish_callbacks, callback)
-
-    def _register(self, callbacks: list, callback: Callable) -> Callable[[], None]:
-        callbacks.append(callback)
-        return lambda: callbacks.remove(callback) if callback in callbacks else None
-
-    @staticmethod
-    def _call_back(callbacks: list[Callable], *args: Any) -> None:
-        for callback in list(callbacks):
-            try:
-                callback(*args)
-            except Exception:
-                logger.exception("The callback %r of the engine failed; requests go on.", callback)
+        return self._finish_callbacks.register(callback)
 
     def statistics(self) -> EngineStats:
         """Counts and times since the engine was made or [`reset_statistics`] was called."""

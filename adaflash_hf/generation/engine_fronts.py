@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import EngineQueueFullError
-from .engine_requests import RequestHandle, RequestResult
+from .engine_handles import RequestHandle, RequestResult
 
 
 if TYPE_CHECKING:
@@ -73,26 +73,31 @@ class BackgroundThread:
             self._finalizer = weakref.finalize(engine, _end_thread, signals, self._thread)
             self._thread.start()
 
-    def stop(self, drain: bool, timeout: float | None) -> None:
-        """Ends the thread, see `AdaFlashEngine.stop`."""
+    def stop(self, drain: bool, timeout: float | None) -> bool:
+        """Ends the thread, see `AdaFlashEngine.stop`.
+
+        Returns:
+            `bool`: Whether all that was to be finished is finished.
+        """
         with self._lock:
             thread, engine = self._thread, self._engine()
-            if engine is None:
-                return
-            if drain and self.is_running:
-                _wait_until_idle(engine, timeout)
-            if thread is not None and thread is not threading.current_thread():
+            assert engine is not None
+            is_drained = drain and (not self.is_running or _wait_until_idle(engine, timeout))
+            if thread is not None:
                 _end_thread(self._signals, thread)
             if self._finalizer is not None:
                 self._finalizer.detach()
             self._thread = self._finalizer = None
-        engine.cancel_all()
+            return is_drained
 
 
-def _wait_until_idle(engine: AdaFlashEngine, timeout: float | None) -> None:
+def _wait_until_idle(engine: AdaFlashEngine, timeout: float | None) -> bool:
     deadline = None if timeout is None else time.monotonic() + timeout
-    while engine.is_running and engine.has_requests and (deadline is None or time.monotonic() < deadline):
+    while engine.is_running and engine.has_requests:
+        if deadline is not None and time.monotonic() > deadline:
+            return False
         time.sleep(0.002)
+    return True
 
 
 def _end_thread(signals: _Signals, thread: threading.Thread) -> None:

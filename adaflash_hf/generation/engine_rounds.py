@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from .engine_requests import FinishReason, GenerationRequest, RequestState
+from .engine_requests import GenerationRequest, RequestState
 from .engine_verdicts import Block, Verdict, judge_blocks, sample_drafts
 from .length_policies import LengthPolicy, RoundContext, RoundOutcome
 from .packed_drafter import PackedDrafter
@@ -27,16 +27,12 @@ class RoundReport:
     What a round did.
 
     Attributes:
-        ended (`list[tuple]`): Requests that reached a stop rule, and which kind.
-        failed (`list[tuple]`): Requests whose own processors or criteria failed, and the error.
         num_decoding (`int`): Requests that were verified.
         num_prefilled (`int`): Tokens prefilled.
         committed (`list[tuple]`):
             Requests that grew, by how many tokens, and the seconds since they last did; None for a first token.
     """
 
-    ended: list[tuple[GenerationRequest, FinishReason]] = field(default_factory=list)
-    failed: list[tuple[GenerationRequest, Exception]] = field(default_factory=list)
     num_decoding: int = 0
     num_prefilled: int = 0
     committed: list[tuple[GenerationRequest, int, float | None]] = field(default_factory=list)
@@ -101,7 +97,7 @@ class EngineRounds:
 
     def open(self, request: GenerationRequest) -> None:
         """Gives a request its place in the caches."""
-        expected = request.num_tokens + self.longest_verify_length
+        expected = request.expected_tokens = request.num_tokens + self.longest_verify_length
         request.target_slot = self.target.allocate(expected)
         if self.drafter is not None:
             request.drafter_slot = self.drafter.allocate(expected)
@@ -137,7 +133,7 @@ class EngineRounds:
     def run(
         self, decoding: list[GenerationRequest], chunks: list[tuple[GenerationRequest, int]], started_s: float | None
     ) -> RoundReport:
-        """Advances requests by one round.
+        """Advances requests by one round. Those that come to an end say so in their `end`.
 
         Args:
             decoding (`list[GenerationRequest]`): Requests to draft for and verify.
@@ -322,18 +318,18 @@ class EngineRounds:
         if verdict is None:
             return 0, False
         if verdict.error is not None:
-            report.failed.append((request, verdict.error))
+            request.fail(verdict.error)
             return 0, True
         try:
             count, is_over = request.cut(verdict.tokens, device)
         except Exception as error:  # a stopping criterion of the user's own
-            report.failed.append((request, error))
+            request.fail(error)
             return 0, True
         report.committed.append((request, count, request.commit(verdict.tokens[:count])))
         if is_over:
             rules = request.prepared.stop_rules
             is_cut = request.remaining <= 0 and verdict.tokens[count - 1] not in rules.eos_token_ids
-            report.ended.append((request, "length" if is_cut else "stop"))
+            request.end = "length" if is_cut else "stop"
         return count, is_over
 
     def _advance(self, part: _Rows, kept: int, features: torch.Tensor | None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import torch
 
-from .engine_requests import RequestResult
+from .engine_handles import RequestResult
 from .engine_rounds import RoundReport
 from .statistics import GenerationStats, StatisticsRecorder
 

@@ -29,6 +29,10 @@ class Schedulable(Protocol):
         """Prompt and generated tokens: what its caches will hold when it is next verified."""
 
     @property
+    def reserved_tokens(self) -> int:
+        """Tokens for which it has room in the caches; 0 while it waits."""
+
+    @property
     def prefill_remaining(self) -> int:
         """Tokens still to be prefilled; 0 once it decodes."""
 
@@ -141,13 +145,10 @@ class Scheduler(Generic[AnyRequest]):
         """
         admitted: list[AnyRequest] = []
         growth = max(self.config.growth_tokens, round_tokens)
-        needed = 0.0
         while self.waiting and len(self.running) < self.admission_target:
             request = self.waiting[0]
-            if self.config.memory_limit_bytes is not None:
-                needed += self._new_bytes([request], growth, held=False)
-                if self.running and not self._fits(needed + self._growth_bytes(growth)):
-                    break
+            if self.running and not self._fits([*self.running, request], growth):
+                break
             self.waiting.pop(0)
             bisect.insort(self.running, request, key=lambda other: other.arrival)
             admitted.append(request)
@@ -159,9 +160,9 @@ class Scheduler(Generic[AnyRequest]):
         Args:
             round_tokens (`int`): Tokens by which a request may grow in a round.
         """
-        if self.config.memory_limit_bytes is None or len(self.running) < 2:
+        if len(self.running) < 2 or self._fits(self.running, round_tokens):
             return None
-        return None if self._fits(self._growth_bytes(round_tokens)) else self.running[-1]
+        return self.running[-1]
 
     def take_back(self, request: AnyRequest) -> None:
         """Moves a running request to the queue."""
@@ -190,22 +191,19 @@ class Scheduler(Generic[AnyRequest]):
         more = int(max(limit - self._gauge.used_bytes(), 0) / max(mean, 1))
         return min(len(self.running) + more, self.config.max_concurrency)
 
-    def _fits(self, new_bytes: float) -> bool:
-        assert self.config.memory_limit_bytes is not None
-        return self._gauge.used_bytes() + BUFFER_SLACK * new_bytes <= self.config.memory_limit_bytes
+    def _fits(self, requests: Iterable[AnyRequest], growth: int) -> bool:
+        """Whether there is memory for all of `requests`, each `growth` tokens longer than now."""
+        limit = self.config.memory_limit_bytes
+        if limit is None:
+            return True
+        new_bytes = sum(self._new_bytes(request, growth) for request in requests)
+        return self._gauge.used_bytes() + BUFFER_SLACK * new_bytes <= limit
 
-    def _growth_bytes(self, growth: int) -> float:
-        """Bytes that the running requests will take on top of those they hold, each `growth` tokens longer."""
-        return self._new_bytes(self.running, growth, held=True)
-
-    def _new_bytes(self, requests: Iterable[AnyRequest], growth: int, held: bool) -> float:
-        total = 0.0
-        for request in requests:
-            # Of a running request's tokens those count as held that are prefilled already.
-            cached = request.num_tokens - request.prefill_remaining if held else 0
-            before = self._gauge.bytes_for(cached) if cached else 0
-            total += max(self._gauge.bytes_for(request.num_tokens + growth) - before, 0)
-        return total
+    def _new_bytes(self, request: AnyRequest, growth: int) -> int:
+        """Bytes that a request will take on top of those it has."""
+        reserved = request.reserved_tokens
+        held = self._gauge.bytes_for(reserved) if reserved else 0
+        return max(self._gauge.bytes_for(request.num_tokens + growth) - held, 0)
 
     def plan_prefill(self) -> list[tuple[AnyRequest, int]]:
         """Shares out the prefill work of one round.
