@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -67,9 +68,14 @@ def geometric_rates(expected: np.ndarray, draft_length: int) -> np.ndarray:
     Returns:
         `np.ndarray`: A rate for each, between 0 and 1.
     """
-    grid = np.linspace(0.0, 1.0, 257)
-    counts = (grid[:, None] ** np.arange(1, draft_length + 1)).sum(axis=1)
-    return np.interp(expected, counts, grid)
+    return np.interp(expected, *_expected_counts(draft_length))
+
+
+@cache
+def _expected_counts(draft_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Expected accepted drafts for a grid of rates, and the grid."""
+    rates = np.linspace(0.0, 1.0, 257)
+    return (rates[:, None] ** np.arange(1, draft_length + 1)).sum(axis=1), rates
 
 
 class AcceptanceForecaster:

@@ -1,12 +1,28 @@
-"""Measures what a target step and a draft cost, as a function of rows and requests."""
+"""Measures what target steps and drafts cost, once per combination of models, device and versions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import torch
 
-__all__ = ["RoundBench"]
+from ..embedded_target import target_cache_directory
+from .cost_table import CostTable, cost_table_path, load_cost_table, save_cost_table
+
+
+__all__ = ["RoundBench", "calibrate", "calibrated_table", "cost_table_directory"]
+
+logger = logging.getLogger(__name__)
+
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+# What does not fit into memory is not to be chosen.
+_OUT_OF_MEMORY_FACTOR = 1e3
 
 
 class RoundBench(Protocol):
@@ -31,3 +47,86 @@ class RoundBench(Protocol):
 
     def run_draft(self, num_requests: int) -> None:
         """Drafts whole blocks up to their hidden states, and waits for them."""
+
+    def close(self) -> None:
+        """Frees the scratch state."""
+
+
+def cost_table_directory() -> Path:
+    """The directory that keeps measured costs, beside converted targets; `$ADAFLASH_CACHE` moves it."""
+    return target_cache_directory() / "costs"
+
+
+def calibrate(bench: RoundBench, num_passes: int = 3, clock: Callable[[], float] = time.perf_counter) -> CostTable:
+    """
+    Times steps on a grid: powers of two of requests, and verify lengths up to a whole block.
+
+    The grid is walked several times, so that a machine that changes its speed meanwhile does so for all points, and
+    the first walk, which pays for kernel selection and allocations, is not counted.
+
+    Args:
+        bench (`RoundBench`): Runs the steps.
+        num_passes (`int`, defaults to 3): Timed walks; the median of a point counts.
+        clock (`Callable[[], float]`, *optional*): Seconds.
+
+    Returns:
+        `CostTable`: Monotone costs.
+    """
+    requests = [1]
+    while requests[-1] < bench.max_requests:
+        requests.append(2 * requests[-1])
+    lengths = [length for length in _LENGTHS if length < bench.longest_verify_length]
+    lengths.append(bench.longest_verify_length)
+
+    def timed(step: Callable[[], None]) -> float:
+        begin_s = clock()
+        try:
+            step()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return np.inf
+        return clock() - begin_s
+
+    target_s = np.zeros((num_passes + 1, len(requests), len(lengths)))
+    draft_s = np.zeros((num_passes + 1, len(requests)))
+    try:
+        for number in range(num_passes + 1):
+            for i, count in enumerate(requests):
+                draft_s[number, i] = timed(lambda count=count: bench.run_draft(count))  # type: ignore[misc]
+                for j, length in enumerate(lengths):
+                    steps = [length] * count
+                    target_s[number, i, j] = timed(lambda steps=steps: bench.run_target(steps))  # type: ignore[misc]
+    finally:
+        bench.close()
+    return CostTable.fit(requests, lengths, _medians(target_s[1:]), _medians(draft_s[1:]))
+
+
+def _medians(passes: np.ndarray) -> np.ndarray:
+    medians = np.apply_along_axis(statistics.median, 0, passes)
+    finite = medians[np.isfinite(medians)]
+    return np.where(np.isfinite(medians), medians, _OUT_OF_MEMORY_FACTOR * finite.max(initial=1.0))
+
+
+def calibrated_table(bench: RoundBench, directory: Path | None = None, refresh: bool = False) -> CostTable:
+    """
+    The costs of a bench: those on disk if they were measured for as many requests, else measured now and kept.
+
+    Args:
+        bench (`RoundBench`): Runs the steps; untouched when a table is found.
+        directory (`Path`, *optional*): Where tables are kept; see [`cost_table_directory`].
+        refresh (`bool`, defaults to `False`): Measure in any case.
+
+    Returns:
+        `CostTable`: Monotone costs.
+    """
+    fingerprint = bench.fingerprint()
+    path = cost_table_path(directory or cost_table_directory(), fingerprint)
+    table = None if refresh else load_cost_table(path, fingerprint)
+    if table is not None and table.covers(bench.max_requests) and table.lengths[-1] >= bench.longest_verify_length:
+        return table
+    begin_s = time.perf_counter()
+    logger.info("Measuring the costs of target steps and drafts for up to %d requests.", bench.max_requests)
+    table = calibrate(bench)
+    logger.info("Measured them in %.1f s; they are kept in %s.", time.perf_counter() - begin_s, path)
+    save_cost_table(path, table, fingerprint)
+    return table

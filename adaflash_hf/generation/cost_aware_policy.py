@@ -1,0 +1,276 @@
+"""Verify lengths that maximise expected tokens per second, down to not drafting at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..errors import InvalidInputError
+from .acceptance_forecast import AcceptanceForecaster, Forecast
+from .cost_calibration import RoundBench, calibrated_table
+from .cost_table import CostCorrection, CostTable
+from .length_optimum import LengthChoice, best_lengths
+from .length_policies import LengthPolicy, RoundContext, RoundOutcome
+
+
+if TYPE_CHECKING:
+    from ..modeling_confidence_head import ConfidenceHeadModel
+    from ..modeling_dflash_drafter import DFlashDrafterModel
+
+
+__all__ = ["CostAwarePolicy"]
+
+# Blocks whose forecasts stand for the next ones when nothing is drafted yet.
+_REMEMBERED_BLOCKS = 256
+_OUTLOOK_SAMPLES = 8
+# Fewer blocks than this say nothing yet; they are drafted whatever it costs, once.
+_LEAST_BLOCKS = 16
+# Rounds for which corrected costs and the outlook of drafting are good enough; more often is not worth its time.
+_KEPT_ROUNDS = 8
+
+
+@dataclass
+class _Choice:
+    """What `choose_lengths` leaves for `observe_round`."""
+
+    forecast: Forecast
+    expected: LengthChoice
+
+
+class CostAwarePolicy(LengthPolicy):
+    """
+    Chooses every round what promises the most tokens per second, plain decoding included.
+
+    What a round costs comes from a table that is measured once per target, drafter and device ([`calibrated_table`])
+    and corrected by the rounds that follow; what it yields comes from the drafter's heads, corrected by what the
+    target accepts ([`AcceptanceForecaster`]). Before a draft, the forecasts of recent blocks say whether drafting
+    pays at the present concurrency; after it, the rows most likely to be accepted are verified as long as one more
+    pays for itself ([`best_lengths`]).
+
+    The promise is never to be slower than plain decoding. So that both sides stay known, the one that is thought to
+    be slower is tried now and then, as often as keeps the time lost by trying below `exploration_share` of all time.
+
+    Choices follow from hidden states, costs, and earlier rounds alone, never from the ids drafted now, so that sampled
+    output keeps the target's distribution.
+
+    Args:
+        exploration_share (`float`, defaults to 0.01): Share of time that trying the other side may cost.
+        confidence_head (`ConfidenceHeadModel`, *optional*): Forecasts in place of the drafter's own heads.
+        table (`CostTable`, *optional*): Costs, if they are known; then nothing is measured.
+        cache_directory (`Path`, *optional*): Where measured costs are kept; see [`cost_table_directory`].
+        refresh_costs (`bool`, defaults to `False`): Measure costs even if they are on disk.
+    """
+
+    def __init__(
+        self,
+        exploration_share: float = 0.01,
+        confidence_head: ConfidenceHeadModel | None = None,
+        table: CostTable | None = None,
+        cache_directory: Path | None = None,
+        refresh_costs: bool = False,
+    ):
+        if not 0 < exploration_share < 1:
+            raise InvalidInputError(
+                f"`exploration_share` is {exploration_share}; it is a share of the time, 0.01 for one percent."
+            )
+        self.exploration_share = exploration_share
+        self._confidence_head = confidence_head
+        self._given_table = table
+        self._cache_directory = cache_directory
+        self._refresh_costs = refresh_costs
+        self._table = table
+        self._fingerprint: dict[str, str] | None = None
+        self._is_packed = True
+        self._forecaster: AcceptanceForecaster | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Starts with nothing observed."""
+        self._correction = CostCorrection()
+        self._recent: Forecast | None = None
+        self._budget_s = 0.0
+        self._kept: dict[Hashable, tuple[int, Any]] = {}
+        self._num_rounds = 0
+
+    def prepare(self, bench: RoundBench) -> None:
+        """Looks up or measures costs, unless that is done already for these models and this many requests."""
+        fingerprint = bench.fingerprint()
+        if self._given_table is None and (
+            self._table is None or self._fingerprint != fingerprint or not self._table.covers(bench.max_requests)
+        ):
+            self._table = calibrated_table(bench, self._cache_directory, self._refresh_costs)
+            self._refresh_costs = False
+        if self._fingerprint != fingerprint:
+            self._forget()
+            self._forecaster = None
+        self._fingerprint = fingerprint
+        self._is_packed = bench.is_packed
+
+    # Choosing
+
+    def wants_draft(self, num_active: int) -> bool:
+        plain_s = self._plain_seconds(num_active)
+        outlook = self._outlook(num_active)
+        if outlook is None:
+            return True  # nothing is known of this drafter
+        lost_by_draft_s = outlook.seconds - outlook.tokens * plain_s / num_active
+        lost_by_plain_s = plain_s - num_active / outlook.tok_per_s
+        is_draft_better = lost_by_draft_s < 0
+        if self._budget_s >= (lost_by_plain_s if is_draft_better else lost_by_draft_s):
+            return not is_draft_better
+        return is_draft_better
+
+    def choose_lengths(
+        self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, context: RoundContext
+    ) -> list[int]:
+        config = drafter.config
+        draft_length = config.block_size - 1 if config.block_layout == "anchor_then_masks" else config.block_size
+        if self._forecaster is None or self._forecaster.draft_length != draft_length:
+            self._forecaster = AcceptanceForecaster(draft_length, config.block_size, self._confidence_head)
+        forecast = self._forecaster.forecast(drafter, hidden_states)
+        key = (context.num_active, len(context.longest), draft_length, context.is_packed)
+        seconds = self._keep(key, lambda: self._draft_round_seconds(*key))
+        survival = self._forecaster.survival(forecast)
+        expected = best_lengths(survival, context.longest, context.num_active, seconds, context.is_packed)
+        context.memo = _Choice(forecast, expected)
+        return expected.lengths
+
+    def verify_lengths(self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, longest: int) -> list[int]:
+        batch_size = hidden_states.shape[0]
+        return self.choose_lengths(
+            drafter, hidden_states, RoundContext([longest] * batch_size, batch_size, self._is_packed)
+        )
+
+    def _costs(self) -> CostTable:
+        if self._table is None:
+            raise InvalidInputError(
+                "`CostAwarePolicy` does not know any costs yet. `generate()` and the engine have them measured; in a "
+                "loop of your own call `policy.prepare(bench)` first, or pass `table`."
+            )
+        return self._table
+
+    def _plain_seconds(self, num_active: int) -> float:
+        def corrected() -> float:
+            tabulated = float(self._costs().target_seconds(num_active, 1.0))
+            return tabulated * self._correction.factor("plain", _magnitude(num_active))
+
+        return self._keep(("plain", num_active), corrected)
+
+    def _keep(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """What `compute` returns, or returned a few rounds ago."""
+        computed_at, value = self._kept.get(key, (-_KEPT_ROUNDS, None))
+        if self._num_rounds - computed_at >= _KEPT_ROUNDS:
+            value = compute()
+            self._kept[key] = (self._num_rounds, value)
+        return value
+
+    def _draft_round_seconds(
+        self, num_active: int, num_drafted: int, draft_length: int, is_packed: bool
+    ) -> np.ndarray:
+        """Seconds of a round with drafts, by the number of drafts: in all if packed, else per request."""
+        table = self._costs()
+        drafts = np.arange(num_drafted * draft_length + 1) if is_packed else np.arange(draft_length + 1)
+        mean_length = 1 + drafts / num_active if is_packed else 1.0 + drafts
+        tabulated = table.draft_seconds(num_drafted) + table.target_seconds(num_active, mean_length)
+        path = ("draft", _magnitude(num_active))
+        # Only a handful of different corrections, so they are looked up by cell and spread.
+        cells = np.round(mean_length).astype(int)
+        factors = {cell: self._correction.factor(*path, cell) for cell in np.unique(cells).tolist()}
+        # One more row is never cheaper, whatever the corrections of neighbouring cells say.
+        return np.maximum.accumulate(tabulated * np.array([factors[cell] for cell in cells.tolist()]))
+
+    def _outlook(self, num_active: int) -> LengthChoice | None:
+        """What a round with drafts would bring on average, from forecasts of recent blocks; None with too few."""
+        if self._recent is None or len(self._recent.rates) < _LEAST_BLOCKS:
+            return None
+        return self._keep(("outlook", num_active), lambda: self._compute_outlook(num_active))
+
+    def _compute_outlook(self, num_active: int) -> LengthChoice:
+        assert self._recent is not None and self._forecaster is not None
+        survival = self._forecaster.survival(self._recent)
+        draft_length = survival.shape[1]
+        seconds = self._draft_round_seconds(num_active, num_active, draft_length, self._is_packed)
+        samples = min(_OUTLOOK_SAMPLES, max(len(survival) // num_active, 1))
+        # The newest blocks, dealt out to rounds of this many requests, some more than once if there are too few.
+        picks = -1 - np.arange(samples * num_active) % len(survival)
+        choices = [
+            best_lengths(survival[rows], [draft_length + 1] * num_active, num_active, seconds, self._is_packed)
+            for rows in picks.reshape(samples, num_active)
+        ]
+        return LengthChoice(
+            [],
+            sum(choice.tokens for choice in choices) / samples,
+            sum(choice.seconds for choice in choices) / samples,
+        )
+
+    # Learning
+
+    def observe_round(self, context: RoundContext, outcome: RoundOutcome) -> None:
+        super().observe_round(context, outcome)
+        if self._table is None:
+            return
+        self._num_rounds += 1
+        self._spend(context, outcome)
+        if outcome.round_s is not None and outcome.round_s > 0:
+            self._learn_costs(context, outcome, outcome.round_s)
+        if isinstance(context.memo, _Choice):
+            self._learn_acceptance(context.memo, outcome)
+
+    def _spend(self, context: RoundContext, outcome: RoundOutcome) -> None:
+        """Accounts for the time that a round of the slower side cost, by what it really took where that is known."""
+        num_active = context.num_active
+        plain_s = self._plain_seconds(num_active)
+        outlook = self._outlook(num_active)
+        if outlook is None:
+            return
+        round_s = outcome.round_s
+        if round_s is None:
+            round_s = outlook.seconds if outcome.drafted else plain_s
+        is_draft_better = outlook.tok_per_s > num_active / plain_s
+        lost_s = 0.0
+        # A round on the better side may have bad luck; only trials are paid for.
+        if outcome.drafted != is_draft_better:
+            better_tok_per_s = max(outlook.tok_per_s, num_active / plain_s)
+            lost_s = max(round_s - outcome.committed / better_tok_per_s, 0.0)
+        self._budget_s += self.exploration_share * round_s - lost_s
+
+    def _learn_costs(self, context: RoundContext, outcome: RoundOutcome, round_s: float) -> None:
+        num_active = context.num_active
+        if not outcome.drafted:
+            tabulated = float(self._costs().target_seconds(num_active, 1.0))
+            self._correction.observe(round_s / tabulated, "plain", _magnitude(num_active))
+            return
+        mean_length = self._mean_length(context, outcome.verify_lengths)
+        table = self._costs()
+        tabulated = table.draft_seconds(len(context.longest)) + float(table.target_seconds(num_active, mean_length))
+        self._correction.observe(round_s / tabulated, "draft", _magnitude(num_active), round(mean_length))
+
+    def _mean_length(self, context: RoundContext, lengths: Sequence[int]) -> float:
+        if not context.is_packed:
+            return float(max(lengths))
+        return 1 + sum(length - 1 for length in lengths if length > 0) / context.num_active
+
+    def _learn_acceptance(self, choice: _Choice, outcome: RoundOutcome) -> None:
+        assert self._forecaster is not None
+        self._forecaster.learn(choice.forecast, outcome.verify_lengths, outcome.accepted, outcome.ended)
+        self._remember(choice.forecast)
+
+    def _remember(self, forecast: Forecast) -> None:
+        recent = self._recent
+        if recent is None:
+            self._recent = forecast
+            return
+        self._recent = Forecast(
+            np.concatenate([recent.rates, forecast.rates])[-_REMEMBERED_BLOCKS:],
+            np.concatenate([recent.buckets, forecast.buckets])[-_REMEMBERED_BLOCKS:],
+        )
+
+
+def _magnitude(count: int) -> int:
+    """Counts that share a correction: 1, 2, 3 to 4, 5 to 8, and so on."""
+    return (count - 1).bit_length()
