@@ -4,6 +4,8 @@ Inference and training are separate processes. They share a replay buffer (SQLit
 versions, and nothing else.
 """
 
+from .published_versions import PublishedVersion, PublishedVersions, VersionManifest
+from .publisher import Publisher
 from .recorded_trajectory import RecordedTrajectory
 from .recorder import RecorderCounts, TrajectoryRecorder
 from .replay_buffer import BufferSettings, ReplayBuffer, TrainingRound
@@ -11,9 +13,13 @@ from .replay_buffer import BufferSettings, ReplayBuffer, TrainingRound
 
 __all__ = [
     "BufferSettings",
+    "PublishedVersion",
+    "PublishedVersions",
+    "Publisher",
     "RecordedTrajectory",
     "RecorderCounts",
     "ReplayBuffer",
     "TrainingRound",
     "TrajectoryRecorder",
+    "VersionManifest",
 ]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-__all__ = ["PARTIAL_SUFFIX", "written_aside"]
+__all__ = ["PARTIAL_SUFFIX", "sync_directory", "sync_tree", "written_aside"]
 
 PARTIAL_SUFFIX = ".partial"
 
@@ -30,3 +30,23 @@ def written_aside(path: Path) -> Iterator[Path]:
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+def sync_directory(directory: Path) -> None:
+    """Have the names in a directory, such as that of a file just renamed, survive a power failure."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """Have all files under a directory, and their names, survive a power failure."""
+    for path in sorted(directory.rglob("*"), reverse=True):
+        if path.is_dir():
+            sync_directory(path)
+        else:
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    sync_directory(directory)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from adaflash_hf.training.atomic_files import PARTIAL_SUFFIX, written_aside
+from adaflash_hf.training.atomic_files import PARTIAL_SUFFIX, sync_tree, written_aside
 
 
 def test_appears_under_its_name(tmp_path):
@@ -22,3 +22,10 @@ def test_a_failure_leaves_the_old_file(tmp_path):
         raise RuntimeError
     assert path.read_text() == "old"
     assert path.with_suffix(PARTIAL_SUFFIX).read_text() == "half"
+
+
+def test_a_tree_can_be_flushed(tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "file").write_text("content")
+    sync_tree(tmp_path)
+    assert (tmp_path / "below" / "file").read_text() == "content"
