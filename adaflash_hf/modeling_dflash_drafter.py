@@ -234,6 +234,10 @@ class DFlashDrafterPreTrainedModel(StrictCheckpointMixin, PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DFlashDrafterDecoderLayer, "attentions": DFlashDrafterAttention}
 
+    def get_input_embeddings(self) -> None:
+        """There are none: the target's are used. Without this, FSDP and others that look for them raise."""
+        return None
+
 
 class DFlashDrafterModel(DFlashDrafterPreTrainedModel):
     """

@@ -48,6 +48,8 @@ class LengthHeadPreTrainedModel(StrictCheckpointMixin, PreTrainedModel):
     main_input_name = "hidden_states"
     input_modalities = ("text",)
     supports_gradient_checkpointing = False
+    # It runs after the drafter's forward pass, so FSDP must gather its weights on their own.
+    _no_split_modules = ["LengthHeadModel"]
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True

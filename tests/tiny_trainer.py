@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from adaflash_hf import ConfidenceHeadModel
 from adaflash_hf.training.drafter_trainer import DrafterTrainer
 from adaflash_hf.training.initialization import attach_length_head
+from adaflash_hf.training.lora import add_lora
 from adaflash_hf.training.training_arguments import DrafterTrainingArguments
 from adaflash_hf.training.trajectory_dataset import TrajectoryDataset
 
@@ -30,6 +31,7 @@ def make_trainer(
     output_dir: Path,
     *,
     with_head: bool = False,
+    lora_rank: int | None = None,
     features: bool = True,
     callbacks: list[TrainerCallback] | None = None,
     rows: int = 9,
@@ -42,6 +44,9 @@ def make_trainer(
     if with_head:
         torch.manual_seed(5)
         attach_length_head(drafter)
+    if lora_rank is not None:
+        torch.manual_seed(6)
+        drafter = add_lora(drafter, lora_rank, base_name_or_path="org/base")
     defaults = {
         "output_dir": str(output_dir),
         "use_cpu": True,

@@ -6,7 +6,9 @@ push to the Hub) is the parent's. A run that was killed and resumed goes through
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..errors import InvalidInputError
 from ..generation.compatibility import check_drafter_fits_target
 from ..modeling_dflash_drafter import DFlashDrafterModel
+from .anchors import choose_attention
 from .collator import DrafterDataCollator
 from .draft_step import DraftStep, StepOutcome
 from .head_labels import slot_verdicts
@@ -105,6 +108,8 @@ class DrafterTrainer(Trainer):
             )
         trajectories, indices = _trajectories_of(train_dataset)
         draft_length = model.config.draft_length
+        rows = args.anchors_per_trajectory * model.config.block_size
+        self.attention = choose_attention(model.config, args.device, rows, args.drafter_attention)
         _freeze(model, args.train_only)
         super().__init__(
             model=model if confidence_head is None else confidence_head,
@@ -120,6 +125,7 @@ class DrafterTrainer(Trainer):
         self.domains = trajectories.domains
         self.target_model = target_model.requires_grad_(False).eval().to(args.device)
         self.confidence_head = confidence_head
+        self._drafter_config = model.config
         self._frozen_drafter = None if confidence_head is None else model.eval().to(args.device)
         self.vocabulary = self._restricted_vocabulary(trajectories, indices)
         if args.draft_vocabulary and self.vocabulary is not None:
@@ -161,7 +167,8 @@ class DrafterTrainer(Trainer):
         if resume_from_checkpoint is True:
             found = last_complete_checkpoint(self.args.output_dir)
             resume_from_checkpoint = None if found is None else str(found)
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        with self._training_attention():
+            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def save_drafter(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """
@@ -215,16 +222,19 @@ class DrafterTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Sums over all blocks and processes first, metrics from the sums."""
+        if self.is_fsdp_enabled and not self.accelerator._models:
+            self.model.to(self.args.device)  # it is sharded, and moved, only when training begins
         was_training = self.model.training
         self.model.eval()
         metrics = DraftMetrics(self.domains, self.data_collator.draft_length, self.args.device)
-        for batch in dataloader:
+        for batch, counts in self._evaluation_batches(dataloader):
             batch = self._prepare_inputs(batch)
-            with torch.no_grad(), self.compute_loss_context_manager():
+            with torch.no_grad(), self.compute_loss_context_manager(), self._training_attention():
                 outcome = self._run(self.model, batch, as_decoding=True)
-                if self.confidence_head is not None:
+                if self.confidence_head is not None and counts:
                     self._confidence_loss(self.model, outcome, batch["labels"], metrics)
-            _count(metrics, outcome, batch["domain_ids"])
+            if counts:
+                _count(metrics, outcome, batch["domain_ids"])
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.model.train(was_training)
         metrics.reduce(lambda values: self.accelerator.reduce(values, reduction="sum"))
@@ -269,6 +279,33 @@ class DrafterTrainer(Trainer):
         output = head(hidden_states=outcome.hidden_states.detach()[valid], labels=verdicts)
         metrics.add_confidence(output.loss, output.prefix_probabilities, verdicts, acceptance.is_known[valid])
         return output.loss
+
+    def _evaluation_batches(self, dataloader: DataLoader) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
+        """
+        The batches of this process, each with true.
+
+        Of a sharded drafter each forward pass is one of all processes, so those with fewer batches get some to run
+        along with, with false.
+        """
+        batch = None
+        for batch in dataloader:
+            yield batch, True
+        if self.is_fsdp_enabled:
+            held_out = dataloader.dataset.dataset  # type: ignore[attr-defined]
+            most_rows = math.ceil(len(held_out) / self.args.world_size)
+            assert dataloader.collate_fn is not None and dataloader.batch_size is not None
+            for _ in range(math.ceil(most_rows / dataloader.batch_size) - len(dataloader)):
+                yield batch or dataloader.collate_fn([held_out[0]]), False
+
+    @contextlib.contextmanager
+    def _training_attention(self) -> Iterator[None]:
+        """Lets the drafter attend as chosen for training, and afterwards as it was loaded."""
+        config, before = self._drafter_config, self._drafter_config._attn_implementation
+        config._attn_implementation = self.attention.implementation
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
 
     def _restricted_vocabulary(
         self, trajectories: TrajectoryDataset, indices: Sequence[int]
@@ -366,6 +403,11 @@ def _freeze(model: Any, train_only: str | None) -> None:
         for name, parameter in model.named_parameters():
             if (_HEAD_PREFIX in name) != (train_only == "length_head"):
                 parameter.requires_grad_(False)
+    if train_only != "confidence_head" and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InvalidInputError(
+            f"`train_only` is {train_only!r}, but no parameter of that part of the drafter requires a gradient. Of a "
+            "drafter with an adapter the length head is trained if the adapter has it in `modules_to_save`."
+        )
 
 
 def _resolve_teacher(args: DrafterTrainingArguments, trajectories: TrajectoryDataset) -> str:

@@ -205,6 +205,8 @@ def attach_length_head(drafter: DFlashDrafterModel, head_type: str = "mean_linea
     head_config = LengthHeadConfig(hidden_size=drafter.config.hidden_size, head_type=head_type)
     drafter.config.length_head_config = head_config
     drafter.length_head = LengthHeadModel(head_config).to(drafter.device, drafter.dtype)
+    # What transformers collects from submodules when the drafter is built; FSDP asks for it.
+    drafter._no_split_modules.update(drafter.length_head._no_split_modules)
     return drafter.length_head
 
 

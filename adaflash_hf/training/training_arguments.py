@@ -15,6 +15,7 @@ from .objectives import OBJECTIVES, DraftObjective
 __all__ = ["DrafterTrainingArguments"]
 
 TRAIN_ONLY = ("drafter", "length_head", "confidence_head")
+ATTENTIONS = ("auto", "sdpa", "eager", "flex_attention")
 TEACHERS = ("auto", "none", "top_k", "full")
 
 
@@ -79,6 +80,9 @@ class DrafterTrainingArguments(TrainingArguments):
             Learning rate of the length head, or of the confidence head.
         logits_memory_bytes (`int`, defaults to 268435456):
             What the logits of one chunk of rows and their temporaries may occupy.
+        drafter_attention (`str`, defaults to `"auto"`):
+            `"sdpa"`, `"eager"` or `"flex_attention"`, in training and evaluation; afterwards the drafter is as it was
+            loaded. Auto takes FlexAttention on CUDA where a trajectory has many rows, see [`choose_attention`].
     """
 
     learning_rate: float = field(default=3e-4, metadata={"help": "Learning rate of the drafter."})
@@ -110,6 +114,7 @@ class DrafterTrainingArguments(TrainingArguments):
     vector_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of non-matrices."})
     length_head_learning_rate: float = field(default=2e-4, metadata={"help": "Learning rate of the length head."})
     logits_memory_bytes: int = field(default=256 * 2**20, metadata={"help": "Memory of one chunk of logits."})
+    drafter_attention: str = field(default="auto", metadata={"help": f"One of {', '.join(ATTENTIONS)}."})
 
     def __post_init__(self, *args: Any, **kwargs: Any) -> None:
         super().__post_init__(*args, **kwargs)
@@ -117,6 +122,7 @@ class DrafterTrainingArguments(TrainingArguments):
             ("train_only", (None, *TRAIN_ONLY)),
             ("teacher", TEACHERS),
             ("length_labels", LENGTH_LABELS),
+            ("drafter_attention", ATTENTIONS),
         ):
             if getattr(self, name) not in allowed:
                 choices = ", ".join(repr(value) for value in allowed if value is not None)
