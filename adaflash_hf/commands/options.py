@@ -38,6 +38,8 @@ class LengthPolicy(StrEnum):
 
     FIXED = "fixed"
     LENGTH_HEAD = "length_head"
+    CONFIDENCE = "confidence"
+    COST_AWARE = "cost_aware"
 
 
 class DraftProposal(StrEnum):

@@ -205,16 +205,16 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
             round_context = RoundContext([longest] * batch_size, batch_size, is_packed=False)
         round_context.longest = [min(length, longest) for length in round_context.longest]
         with self.recorder.phase("draft"):
-            hidden_states = self._run_block(anchor_ids, anchor_positions.to(self.device))
+            hidden_states = self.draft_hidden_states(anchor_ids, anchor_positions)
             if self.length_policy.needs_draft_logits(self.base_drafter):
                 round_context.draft_logits = self._draft_head.logits(hidden_states[:, self._first_draft_slot :])
             lengths = self.length_policy.choose(self.base_drafter, hidden_states, round_context)
-            return self._project(
-                hidden_states, max(lengths) - 1, lengths, anchor_ids.device, round_context.draft_logits
-            )
+            return self.project(hidden_states, lengths, anchor_ids.device, round_context.draft_logits)
 
-    def _run_block(self, anchor_ids: torch.Tensor, anchor_positions: torch.Tensor) -> torch.Tensor:
+    def draft_hidden_states(self, anchor_ids: torch.Tensor, anchor_positions: torch.Tensor) -> torch.Tensor:
+        """The drafter's forward of [`propose`] alone: hidden states of `(batch_size, block_size, hidden_size)`."""
         context = self.context
+        anchor_positions = anchor_positions.to(self.device)
         pending = torch.cat(context.pending, dim=1) if context.pending else None
         context.pending = []
         block_positions = anchor_positions[:, None] + self._block_offsets  # (batch_size, block_size)
@@ -252,15 +252,23 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         bias = torch.zeros(visible.shape, dtype=self._dtype, device=visible.device)
         return bias.masked_fill(~visible, torch.finfo(bias.dtype).min)
 
-    def _project(
+    def project(
         self,
         hidden_states: torch.Tensor,
-        num_drafts: int,
-        lengths: list[int],
+        verify_lengths: list[int],
         device: torch.device,
-        known_logits: torch.Tensor | None,
+        known_logits: torch.Tensor | None = None,
     ) -> Proposal:
-        first = self._first_draft_slot
+        """Turns hidden states into drafts, as many for each sequence as the longest of the verify lengths asks for.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(batch_size, block_size, hidden_size)`): Of a whole block.
+            verify_lengths (`list[int]`): Rows to verify per sequence, the anchor included.
+            device (`torch.device`): Where the drafts shall be.
+            known_logits (`torch.Tensor` of shape `(batch_size, draft_length, vocab_size)`, *optional*):
+                The projection, if it was done already.
+        """
+        first, num_drafts, lengths = self._first_draft_slot, max(verify_lengths) - 1, verify_lengths
         kept = hidden_states[:, first : first + num_drafts]
         if num_drafts == 0:
             return Proposal(torch.zeros(kept.shape[:2], dtype=torch.long, device=device), None, lengths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..errors import InvalidInputError
 from .acceptance_forecast import AcceptanceForecaster, Forecast
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
 
-__all__ = ["CostAwarePolicy"]
+__all__ = ["CostAwarePolicy", "shared_cost_aware_policy"]
 
 # Blocks whose forecasts stand for the next ones when nothing is drafted yet.
 _REMEMBERED_BLOCKS = 256
@@ -32,6 +34,15 @@ _OUTLOOK_SAMPLES = 8
 _LEAST_BLOCKS = 16
 # Rounds for which corrected costs and the outlook of drafting are good enough; more often is not worth its time.
 _KEPT_ROUNDS = 8
+
+_SHARED: weakref.WeakKeyDictionary[nn.Module, CostAwarePolicy] = weakref.WeakKeyDictionary()
+
+
+def shared_cost_aware_policy(drafter: DFlashDrafterModel) -> CostAwarePolicy:
+    """The policy of all `generate()` calls that ask for `"cost_aware"` with this drafter."""
+    if drafter not in _SHARED:
+        _SHARED[drafter] = CostAwarePolicy()
+    return _SHARED[drafter]
 
 
 @dataclass
@@ -128,10 +139,9 @@ class CostAwarePolicy(LengthPolicy):
     def choose_lengths(
         self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, context: RoundContext
     ) -> list[int]:
-        config = drafter.config
-        draft_length = config.block_size - 1 if config.block_layout == "anchor_then_masks" else config.block_size
+        draft_length, block_size = drafter.config.draft_length, drafter.config.block_size
         if self._forecaster is None or self._forecaster.draft_length != draft_length:
-            self._forecaster = AcceptanceForecaster(draft_length, config.block_size, self._confidence_head)
+            self._forecaster = AcceptanceForecaster(draft_length, block_size, self._confidence_head)
         forecast = self._forecaster.forecast(drafter, hidden_states)
         key = (context.num_active, len(context.longest), draft_length, context.is_packed)
         seconds = self._keep(key, lambda: self._draft_round_seconds(*key))

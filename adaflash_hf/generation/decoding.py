@@ -21,6 +21,7 @@ from .compatibility import unwrap_model
 from .drafter_hooks import RequestLog
 from .length_policies import LengthPolicy, RoundContext, RoundOutcome
 from .outputs import OutputCollector
+from .padded_bench import PaddedRoundBench
 from .request_checks import check_request
 from .sequences import SequenceBatch, StepStreamer
 from .statistics import StatisticsRecorder
@@ -156,6 +157,7 @@ class AdaFlashDecoding:
         self, rows: list[int], input_ids: torch.Tensor, model_kwargs: dict[str, Any], cache: Cache, key: Cache
     ) -> None:
         """Decodes the sequences `rows`, which share `cache`, to their end. `key` is the cache the caller knows."""
+        self.length_policy.prepare(PaddedRoundBench(self.model, self.drafter, len(rows)))
         generator = self._generator(len(rows), key)
         hidden_state_ids = True if self.outputs.wants_hidden_states else generator.hidden_state_ids
         runner = TargetRunner(

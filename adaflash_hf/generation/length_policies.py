@@ -32,7 +32,7 @@ __all__ = [
     "build_length_policy",
 ]
 
-LENGTH_POLICIES = ("fixed", "length_head")
+LENGTH_POLICIES = ("fixed", "length_head", "confidence", "cost_aware")
 # The paper's: with fewer requests than this, the rows a head would save cost next to nothing.
 ENGINE_ACTIVATION_CONCURRENCY = 16
 
@@ -295,7 +295,8 @@ def build_length_policy(
 
     Args:
         policy (`str` or `LengthPolicy`, *optional*):
-            One of `LENGTH_POLICIES`, a policy object, or None for `"fixed"`.
+            One of `LENGTH_POLICIES`, a policy object, or None for `"fixed"`. In `generate()`, `"cost_aware"` is one
+            policy per drafter, which goes on learning from call to call.
         drafter (`DFlashDrafterModel`): The unwrapped drafter, to check that it has the head the policy needs.
         is_engine (`bool`, defaults to `False`):
             Whether the policy will serve an engine, where the length head waits for 16 requests.
@@ -313,9 +314,21 @@ def build_length_policy(
         resolved = FixedLengthPolicy()
     elif policy == "length_head":
         resolved = LengthHeadPolicy(activation_concurrency=ENGINE_ACTIVATION_CONCURRENCY if is_engine else 1)
+    elif policy in LENGTH_POLICIES:
+        resolved = _build_forecasting_policy(policy, drafter, is_engine)
     else:
         names = ", ".join(repr(name) for name in LENGTH_POLICIES)
         raise InvalidInputError(f"`length_policy` is {policy!r}, expected {names} or a `LengthPolicy` object.")
     if isinstance(resolved, LengthHeadPolicy):
         _length_head_of(drafter)
     return resolved
+
+
+def _build_forecasting_policy(name: str, drafter: DFlashDrafterModel, is_engine: bool) -> LengthPolicy:
+    # Both are built on this module.
+    from .confidence_policy import ConfidencePolicy
+    from .cost_aware_policy import CostAwarePolicy, shared_cost_aware_policy
+
+    if name == "confidence":
+        return ConfidencePolicy()
+    return CostAwarePolicy() if is_engine else shared_cost_aware_policy(drafter)

@@ -166,7 +166,8 @@ def generate_with_drafter(
         assistant_model (`PreTrainedModel`): The DFlash drafter.
         streamer (`BaseStreamer`, *optional*): As in `generate()`.
         args (`tuple`): Further positional arguments of `generate()`.
-        length_policy (`str` or `LengthPolicy`, *optional*): `"fixed"` (default), `"length_head"`, or a policy object.
+        length_policy (`str` or `LengthPolicy`, *optional*):
+            `"fixed"` (default), `"length_head"`, `"confidence"`, `"cost_aware"`, or a policy object.
         draft_proposal (`str`, defaults to `"argmax"`):
             When sampling, `"argmax"` drafts the likeliest tokens and accepts those that the target samples itself;
             `"sample"` samples drafts and corrects by rejection. Both leave the target's distribution as it is.

@@ -53,7 +53,7 @@ def hidden_states_of_block(
 ) -> torch.Tensor:
     for states, positions, used in contexts:
         generator.context.append(states, torch.tensor(positions), None if used is None else torch.tensor(used))
-        block = generator._run_block(torch.full((len(states),), 7), position)
+        block = generator.draft_hidden_states(torch.full((len(states),), 7), position)
     return block
 
 
@@ -181,14 +181,14 @@ def test_rows_of_the_batch_are_drafted_independently() -> None:
     target, inputs = shared_target(), ragged_batch()
     drafter = tiny_drafter(target)
     drafts: dict[str, list[torch.Tensor]] = {"alone": [], "together": []}
-    project = AdaFlashCandidateGenerator._project
+    project = AdaFlashCandidateGenerator.project
 
     def watch(self: Any, hidden_states: torch.Tensor, *args: Any) -> Any:
         proposal = project(self, hidden_states, *args)
         drafts[mode].append(proposal.candidate_ids)
         return proposal
 
-    AdaFlashCandidateGenerator._project = watch
+    AdaFlashCandidateGenerator.project = watch
     try:
         mode = "together"
         generate(target, inputs, max_new_tokens=4, assistant_model=drafter)
@@ -198,4 +198,4 @@ def test_rows_of_the_batch_are_drafted_independently() -> None:
             assert torch.equal(drafts["alone"][0][0], drafts["together"][0][row])
             drafts["alone"].clear()
     finally:
-        AdaFlashCandidateGenerator._project = project
+        AdaFlashCandidateGenerator.project = project
