@@ -16,6 +16,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
+import pytest
+from huggingface_hub import constants
+
 
 class HubServer(ThreadingHTTPServer):
     """Keeps repositories as `{"org/name": {"path": bytes}}` and the requests it saw as "METHOD /path"."""
@@ -38,6 +41,14 @@ class HubServer(ThreadingHTTPServer):
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
         }
+
+    def serve_this_process(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+        """Let huggingface_hub, which is loaded already, use this server and an empty cache."""
+        monkeypatch.setattr(constants, "ENDPOINT", self.endpoint)
+        template = self.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setenv("HF_TOKEN", "hf_stand_in")
 
     def commit_id(self, repository: str) -> str:
         """Forty hexadecimal digits that change with the content."""

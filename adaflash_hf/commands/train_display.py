@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from ..training.recipes import Decision
 
 
-__all__ = ["ConsoleCallback", "decisions_table", "describe_estimate", "format_duration", "results_table"]
+__all__ = [
+    "ConsoleCallback",
+    "decisions_table",
+    "describe_estimate",
+    "format_duration",
+    "presets_table",
+    "results_table",
+]
 
 _PREFIX = "eval_acceptance_length"
 _POSITION_PREFIX = "eval_acceptance_position_"
@@ -37,6 +44,25 @@ def decisions_table(decisions: Sequence[Decision]) -> Table:
         table.add_column(heading, overflow="fold")
     for decision in decisions:
         table.add_row(decision.name, str(decision.value), decision.reason)
+    return table
+
+
+def presets_table() -> Table:
+    """The presets of `adaflash train --preset`."""
+    from ..training.presets import PRESETS
+
+    table = Table(title="Presets")
+    table.add_column("preset", no_wrap=True)
+    for heading in ("target", "layers", "hidden", "MLP", "heads", "block", "reads layers", "mask token"):
+        table.add_column(heading, overflow="fold")
+    for preset in PRESETS.values():
+        fields = preset.fields
+        names = ("num_hidden_layers", "hidden_size", "intermediate_size")
+        heads = f"{fields['num_attention_heads']}/{fields['num_key_value_heads']}"
+        layer_ids = ",".join(map(str, fields["target_layer_ids"]))
+        sizes = [str(fields[name]) for name in names]
+        block, mask = str(fields["block_size"]), str(fields["mask_token_id"])
+        table.add_row(preset.name, preset.target, *sizes, heads, block, layer_ids, mask)
     return table
 
 

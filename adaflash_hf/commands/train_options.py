@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from .config_files import config_file_callback
+
 
 __all__ = [
     "AccumulationOption",
@@ -17,6 +19,7 @@ __all__ = [
     "Clip",
     "ClipOption",
     "ClipThresholdOption",
+    "ConfigOption",
     "DecayFractionOption",
     "Divergence",
     "DivergenceOption",
@@ -32,6 +35,8 @@ __all__ = [
     "LearningRateOption",
     "LengthHead",
     "LengthHeadOption",
+    "LicenseOption",
+    "ListPresetsOption",
     "MaskTokenOption",
     "MaxTokensOption",
     "Objective",
@@ -42,6 +47,9 @@ __all__ = [
     "OptimizerOption",
     "OutOption",
     "PositionDecayOption",
+    "PresetOption",
+    "PrivateOption",
+    "PushToHubOption",
     "ReportToOption",
     "ResumeOption",
     "SeedOption",
@@ -54,7 +62,7 @@ __all__ = [
     "WarmupOption",
 ]
 
-_START, _LEARN, _RUN = "What is trained", "What is learned", "How it runs"
+_START, _LEARN, _RUN, _PUBLISH = "What is trained", "What is learned", "How it runs", "What becomes of it"
 
 
 class Only(StrEnum):
@@ -128,12 +136,31 @@ TrajectoriesOption = Annotated[
     ),
 ]
 OutOption = Annotated[Path, typer.Option("--out", help="Directory for the drafter; a killed run resumes there.")]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="YAML file with options of this command; the command line wins. A run leaves one in --out.",
+        exists=True,
+        dir_okay=False,
+        is_eager=True,
+        callback=config_file_callback,
+    ),
+]
 InitOption = Annotated[
     str | None, typer.Option("--init", help="Hub id or directory of a drafter to go on with.", rich_help_panel=_START)
 ]
 FromScratchOption = Annotated[
     bool,
     typer.Option("--from-scratch", help="A new drafter, started from the target's layers.", rich_help_panel=_START),
+]
+PresetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--preset",
+        help="Target and shape of a published drafter, such as qwen3-8b; other options change parts of it.",
+        rich_help_panel=_START,
+    ),
 ]
 OnlyOption = Annotated[
     Only | None, typer.Option("--only", help="Train this part alone.  [default: both]", rich_help_panel=_START)
@@ -241,4 +268,39 @@ ResumeOption = Annotated[
 ReportToOption = Annotated[
     list[str] | None,
     typer.Option("--report-to", help="Also log there, for example tensorboard.", rich_help_panel=_RUN),
+]
+PushToHubOption = Annotated[
+    str | None,
+    typer.Option("--push-to-hub", help="Repository to push drafter and card to, org/name.", rich_help_panel=_PUBLISH),
+]
+PrivateOption = Annotated[
+    bool, typer.Option("--private/--public", help="Of a repository that is new.", rich_help_panel=_PUBLISH)
+]
+LicenseOption = Annotated[
+    str | None,
+    typer.Option(
+        "--license", help="For the model card, such as apache-2.0.  [default: the target's]", rich_help_panel=_PUBLISH
+    ),
+]
+
+
+def _print_presets(requested: bool) -> None:
+    if requested:
+        from rich.console import Console
+
+        from .train_display import presets_table
+
+        Console().print(presets_table())
+        raise typer.Exit
+
+
+ListPresetsOption = Annotated[
+    bool,
+    typer.Option(
+        "--list-presets",
+        help="Show the presets and stop.",
+        is_eager=True,
+        callback=_print_presets,
+        rich_help_panel=_START,
+    ),
 ]

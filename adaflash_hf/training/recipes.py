@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..errors import InvalidInputError
 
 
-__all__ = ["Decision", "Situation", "decide"]
+if TYPE_CHECKING:
+    from .presets import DrafterPreset
+
+
+__all__ = ["Decision", "ShapeDefaults", "Situation", "decide", "decide_shape"]
 
 Start = Literal["scratch", "init", "length_head"]
 
 GIVEN = "given"
+# The drafter's configuration calls this otherwise.
+CONFIG_FIELDS = {"layers": "num_hidden_layers"}
+_FAMILY = "what the DFlash family uses"
 
 
 class Decision(NamedTuple):
@@ -49,7 +56,58 @@ class Situation:
     block_size: int
 
 
-def decide(situation: Situation, given: Mapping[str, Any]) -> list[Decision]:
+@dataclass(frozen=True)
+class ShapeDefaults:
+    """
+    What the shape of a new drafter depends on.
+
+    Attributes:
+        on_cpu: Whether it is trained on a CPU.
+        num_target_layers: Layers of the target.
+        target_layer_ids: Layers to read unless someone says otherwise.
+        choose_mask_token_id: Finds a token to stand for a row to draft; called only if it is needed.
+    """
+
+    on_cpu: bool
+    num_target_layers: int
+    target_layer_ids: list[int]
+    choose_mask_token_id: Callable[[], int]
+
+
+def decide_shape(
+    defaults: ShapeDefaults, given: Mapping[str, Any], preset: DrafterPreset | None = None
+) -> list[Decision]:
+    """
+    Settle the shape of a new drafter.
+
+    Args:
+        defaults (`ShapeDefaults`):
+            What it depends on.
+        given (`Mapping[str, Any]`):
+            `layers`, `block_size`, `target_layer_ids` and `mask_token_id` of the user; None stands for not given.
+        preset (`DrafterPreset`, *optional*):
+            Stands in for what is not given.
+    """
+    block_size = (8, "a small drafter learns no longer one in the time there is") if defaults.on_cpu else (16, _FAMILY)
+    layers = min(5, defaults.num_target_layers)
+    derived: dict[str, Callable[[], tuple[Any, str]]] = {
+        "layers": lambda: (layers, _FAMILY if layers == 5 else "as many as the target has"),
+        "block_size": lambda: block_size,
+        "target_layer_ids": lambda: (defaults.target_layer_ids, "evenly spread, from the second to the third-last"),
+        "mask_token_id": lambda: (defaults.choose_mask_token_id(), "the target never says it"),
+    }
+    decisions = []
+    for name, derive in derived.items():
+        if given.get(name) is not None:
+            decisions.append(Decision(name, given[name], GIVEN))
+        elif preset is not None:
+            decisions.append(Decision(name, preset.fields[CONFIG_FIELDS.get(name, name)], f"preset {preset.name}"))
+        else:
+            decisions.append(Decision(name, *derive()))
+    return decisions
+
+
+def decide(situation: Situation, given: Mapping[str, Any], droppable: Collection[str] = ()) -> list[Decision]:
     """
     Settle all settings of a run.
 
@@ -58,6 +116,8 @@ def decide(situation: Situation, given: Mapping[str, Any]) -> list[Decision]:
             What the defaults depend on.
         given (`Mapping[str, Any]`):
             Settings of the user; None stands for not given.
+        droppable (`Collection[str]`, *optional*):
+            Settings that are left out if they would change nothing: those of a file made for another run.
 
     Returns:
         `list[Decision]`: one for each setting that applies, in the order to show them.
@@ -67,7 +127,7 @@ def decide(situation: Situation, given: Mapping[str, Any]) -> list[Decision]:
     """
     chosen = {name: value for name, value in given.items() if value is not None}
     defaults = _defaults(situation, chosen)
-    without_effect = chosen.keys() - {default.name for default in defaults}
+    without_effect = chosen.keys() - {default.name for default in defaults} - set(droppable)
     if without_effect:
         name = min(without_effect)
         raise InvalidInputError(
@@ -157,7 +217,7 @@ def _optimization(situation: Situation, chosen: Mapping[str, Any]) -> list[Decis
 def _anchors(situation: Situation) -> Decision:
     if situation.on_cpu:
         return Decision("anchors", 64, "more would cost more than a fresh trajectory teaches")
-    return Decision("anchors", 512, "what the DFlash family uses")
+    return Decision("anchors", 512, _FAMILY)
 
 
 def _epochs(situation: Situation) -> Decision:

@@ -95,6 +95,11 @@ class TrajectoryDataset(Dataset[dict[str, Any]]):
         shard, row = self._locate(self._rows[index])
         return shard.responses[row][: self._room(shard, row)]
 
+    def domain(self, index: int) -> str:
+        """Domain of a row."""
+        shard, row = self._locate(self._rows[index])
+        return shard.domains[row]
+
     def teacher(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Stored teacher of a row: token ids and log-probabilities, both `[response, teacher_top_k]`."""
         shard, row = self._locate(self._rows[index])

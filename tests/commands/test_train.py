@@ -6,8 +6,10 @@ import signal
 
 import pytest
 import torch
+from hub_server import running_hub
 from safetensors.torch import load_file
 from stand_ins import SPECIAL_TOKENS, byte_tokenizer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_models import tiny_target
 from tiny_trajectories import make_trajectories, run_until_killed
 
@@ -15,6 +17,8 @@ from adaflash_hf import DFlashDrafterModel, embedded_target
 from adaflash_hf.cli import main
 from adaflash_hf.commands import train_display
 from adaflash_hf.embedded_target import LoadedTarget
+from adaflash_hf.training import presets
+from adaflash_hf.training.presets import DrafterPreset
 
 
 def make_target():
@@ -54,6 +58,7 @@ def test_from_scratch_then_on_then_the_head_alone(directory, tmp_path, capsys):
     steps = [json.loads(line)["step"] for line in (first / "training_log.jsonl").read_text().splitlines()]
     assert steps[-1] == 30
     assert json.loads((first / "metrics.json").read_text())["eval_acceptance_length"] >= 1
+    assert record["reasons"]["block_size"] == "given" and record["data"]["held_out_trajectories"] == 3
 
     assert run(directory, second, "--init", first, "--features", "compute") == 0
     assert "the paper's objective" in capsys.readouterr().out
@@ -61,6 +66,9 @@ def test_from_scratch_then_on_then_the_head_alone(directory, tmp_path, capsys):
     before, after = load_file(second / "model.safetensors"), load_file(third / "model.safetensors")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all(name.startswith("length_head.") for name in changed)
+    card = (third / "README.md").read_text()
+    assert card.index("Stage 1: drafter and length head") < card.index("Stage 2") < card.index("Stage 3: the length")
+    assert str(tmp_path) not in card
 
 
 def test_a_killed_run_resumes_to_the_same_drafter(directory, tmp_path, capsys, monkeypatch):
@@ -93,12 +101,76 @@ def test_features_can_be_cached_for_trajectories_without(tmp_path, capsys):
     assert DFlashDrafterModel.from_pretrained(tmp_path / "out").length_head is None
 
 
+def test_a_finished_run_can_be_repeated_from_its_config(directory, tmp_path, capsys):
+    one, two, three = tmp_path / "one", tmp_path / "two", tmp_path / "three"
+    report = ("--steps", 10, "--report-to", "tensorboard")
+    assert run(directory, one, *report, "--objective", "forward_kl", "--target-layer-ids", "2") == 0
+    config = ["train", "--config", str(one / "train_config.yaml")]
+    assert main([*config, "--out", str(two)]) == 0
+    first, second = load_file(one / "model.safetensors"), load_file(two / "model.safetensors")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    configs = [path.joinpath("train_config.yaml").read_text().splitlines() for path in (one, two)]
+    # But for the directory, and for who said so.
+    without_remarks = [{line.partition("  #")[0] for line in lines} for lines in configs]
+    assert without_remarks[0] ^ without_remarks[1] == {f"out: {one}", f"out: {two}"}
+    events = EventAccumulator(str(one / "tensorboard")).Reload()
+    assert {"train/loss", "eval/acceptance_length"} <= set(events.Tags()["scalars"])
+    assert events.Scalars("eval/acceptance_length")[-1].step == 10
+    # The command line wins, and what has no effect any more is left out.
+    capsys.readouterr()
+    assert main([*config, "--out", str(three), "--objective", "cross_entropy", "--steps", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "trained parameters, 2 steps" in shown and "cross_entropy" in shown
+
+
+def test_a_drafter_is_pushed_with_its_card(directory, tmp_path, monkeypatch, capsys):
+    with running_hub() as hub:
+        hub.serve_this_process(monkeypatch, tmp_path / "cache")
+        assert run(directory, tmp_path / "out", "--steps", 2, "--push-to-hub", "org/new", "--license", "mit") == 0
+        files = hub.repositories["org/new"]
+    assert "Pushed to http://127.0.0.1" in capsys.readouterr().out
+    assert {"README.md", "config.json", "model.safetensors", "metrics.json"} <= set(files)
+    card = files["README.md"].decode()
+    assert "license: mit" in card and 'from_pretrained("org/new"' in card
+
+
+def test_a_preset_gives_target_and_shape(directory, tmp_path, monkeypatch, capsys):
+    shape = {"num_hidden_layers": 3, "block_size": 6, "target_layer_ids": [2], "mask_token_id": 3, "head_dim": 16}
+    preset = DrafterPreset("tiny", "org/tiny-target", shape)
+    monkeypatch.setattr(presets, "PRESETS", {"tiny": preset})
+    targets = []
+
+    def load_target(name, *args, **kwargs):
+        targets.append(name)
+        return LoadedTarget(make_target(), byte_tokenizer())
+
+    monkeypatch.setattr(embedded_target, "load_target", load_target)
+    common = ["train", "--trajectories", str(directory), "--steps", "2", "--held-out", "3", "--preset", "tiny"]
+    assert main([*common, "--out", str(tmp_path / "one"), "--block-size", "5"]) == 0
+    assert "preset tiny" in capsys.readouterr().out
+    config = DFlashDrafterModel.from_pretrained(tmp_path / "one").config
+    assert config.num_hidden_layers == 3 and config.block_size == 5 and config.head_dim == 16
+    assert main([*common, "--out", str(tmp_path / "two"), "--target", "org/finetuned", "--init", "x"]) == 2
+    assert "--preset" in capsys.readouterr().err
+    assert main([*common, "--out", str(tmp_path / "two"), "--target", "org/finetuned", "--layers", "1"]) == 0
+    assert targets == ["org/tiny-target", "org/finetuned"]
+
+
+def test_presets_are_listed_without_a_run(capsys):
+    assert main(["train", "--list-presets"]) == 0
+    shown = capsys.readouterr().out
+    assert "qwen3-coder-30b-a3b" in shown and "248070" in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--preset", "qwen3-9b"], "Did you mean"),
+        (["--report-to", "tensorbord"], "tensorbord"),
+        (["--push-to-hub", "not a name"], "push_to_hub"),
         (["--init", "x", "--from-scratch"], "--from-scratch"),
         (["--only", "length-head"], "--init"),
-        (["--init", "DRAFTER", "--layers", "3"], "num_hidden_layers"),
+        (["--init", "DRAFTER", "--layers", "3"], "`layers`"),
         (["--objective", "cross_entropy", "--clip", "sum"], "clip"),
         (["--held-out", "12"], "num_held_out"),
     ],
@@ -112,5 +184,14 @@ def test_wrong_usage_is_one_line(directory, tmp_path, capsys, arguments, message
 def test_help_names_every_option(capsys):
     assert main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
-    for option in ("--trajectories", "--init", "--only", "--objective", "--anchors", "--features", "--resume"):
+    for option in (
+        "--trajectories",
+        "--init",
+        "--only",
+        "--objective",
+        "--anchors",
+        "--features",
+        "--resume",
+        "--config",
+    ):
         assert option in shown

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from adaflash_hf.errors import InvalidInputError
-from adaflash_hf.training.recipes import Situation, decide
+from adaflash_hf.training.presets import find_preset
+from adaflash_hf.training.recipes import ShapeDefaults, Situation, decide, decide_shape
 
 
 def decisions(start="scratch", on_cpu=True, has_stored_teacher=True, block_size=8, **given):
@@ -59,3 +60,37 @@ def test_what_the_user_says_counts_and_is_marked():
 def test_settings_without_effect_are_refused(given, name):
     with pytest.raises(InvalidInputError, match=name):
         decisions(**given)
+
+
+def test_what_a_file_for_another_run_says_may_be_left_out():
+    situation = Situation("scratch", True, True, 8)
+    given = {"objective": "cross_entropy", "clip": "sum", "anchors": 9}
+    values = {name: value for name, value, _ in decide(situation, given, droppable=("clip", "anchors"))}
+    assert "clip" not in values and values["anchors"] == 9
+    with pytest.raises(InvalidInputError, match="clip"):
+        decide(situation, given, droppable=("anchors",))
+
+
+def shape(given=None, preset=None, on_cpu=False, depth=32, mask=lambda: 7):
+    made = decide_shape(ShapeDefaults(on_cpu, depth, [1, 8, 15], mask), given or {}, preset)
+    assert [decision.name for decision in made] == ["layers", "block_size", "target_layer_ids", "mask_token_id"]
+    return {name: (value, reason) for name, value, reason in made}
+
+
+def test_the_shape_of_a_new_drafter_comes_with_reasons():
+    family = "what the DFlash family uses"
+    values = shape()
+    assert values["layers"] == (5, family) and values["block_size"] == (16, family)
+    assert values["target_layer_ids"][0] == [1, 8, 15] and values["mask_token_id"][0] == 7
+    values = shape(on_cpu=True, depth=3)
+    assert values["layers"] == (3, "as many as the target has") and values["block_size"][0] == 8
+
+
+def test_a_preset_stands_in_and_what_is_given_wins():
+    def fail():
+        raise AssertionError("nobody asked")
+
+    values = shape({"block_size": 4}, find_preset("qwen3-8b"), on_cpu=True, mask=fail)
+    assert values["block_size"] == (4, "given") and values["layers"] == (5, "preset qwen3-8b")
+    assert values["mask_token_id"] == (151669, "preset qwen3-8b")
+    assert values["target_layer_ids"] == ([1, 9, 17, 25, 33], "preset qwen3-8b")

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+from hub_server import running_hub
+from huggingface_hub import constants
+from tiny_models import tiny_drafter
+
+from adaflash_hf.errors import InvalidInputError
+from adaflash_hf.hub_upload import reserve_repository, upload_drafter
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with running_hub() as server:
+        server.serve_this_process(monkeypatch, tmp_path / "cache")
+        yield server
+
+
+def test_a_drafter_is_pushed_without_the_records_of_its_machine(hub, tmp_path):
+    tiny_drafter().save_pretrained(tmp_path)
+    (tmp_path / "README.md").write_text("# A card\n")
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "config.json").write_text("{}")
+    reserve_repository("org/drafter")
+    assert hub.repositories["org/drafter"] == {}
+    assert hub.endpoint in upload_drafter(tmp_path, "org/drafter")
+    files = hub.repositories["org/drafter"]
+    assert {"README.md", "config.json", "model.safetensors", "modeling_dflash_drafter.py"} <= set(files)
+    assert "run.json" not in files and not any("/" in name for name in files)
+    assert files["README.md"] == b"# A card\n"
+    # Again, now that it is there.
+    reserve_repository("org/drafter")
+
+
+def test_what_the_hub_refuses_is_refused_at_once(hub, monkeypatch):
+    with pytest.raises(InvalidInputError, match="not a name"):
+        reserve_repository("not a name")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(InvalidInputError, match="neither found nor created"):
+        reserve_repository("org/drafter")
