@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -151,7 +151,7 @@ def packed_attention_forward(
     if s_aux is None and can_use_flash(rows, value):
         output = flash_attention(plan, layer, rows, scaling, softcap)
     else:
-        output = _attend(plan, layer, rows, scaling, softcap, s_aux)
+        output = _attend(plan, layer, rows, _Scoring(scaling, softcap, s_aux))
     return output[None], None
 
 
@@ -205,49 +205,47 @@ def _unknown_rule(visibility: Visibility) -> str:
 # The kernels
 
 
-def _attend(
-    plan: GroupPlan,
-    layer: int,
-    rows: torch.Tensor,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+class _Scoring(NamedTuple):
+    """What happens to the scores between queries and softmax."""
+
+    scaling: float | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+def _attend(plan: GroupPlan, layer: int, rows: torch.Tensor, scoring: _Scoring) -> torch.Tensor:
     """Padded attention, call by call; the result has the shape of `rows`."""
-    answers = [_answer(call, plan, call.arena.layers[layer], rows, scaling, softcap, sinks) for call in plan.calls]
+    answers = [_answer(call, plan, call.arena.layers[layer], rows, scoring) for call in plan.calls]
     output = answers[0] if len(answers) == 1 else torch.cat(answers)
     return output if plan.restore is None else output.index_select(0, plan.restore.on(output.device))
 
 
 def _answer(
-    call: AttentionCall,
-    plan: GroupPlan,
-    buffer: LayerBuffer,
-    rows: torch.Tensor,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    call: AttentionCall, plan: GroupPlan, buffer: LayerBuffer, rows: torch.Tensor, scoring: _Scoring
 ) -> torch.Tensor:
     """Answers of one call, padding included, of shape `(num_requests * call.rows, num_heads, head_dim)`."""
     keys = buffer.keys[call.begin : call.end, call.first_key : call.last_key].transpose(1, 2)
     values = buffer.values[call.begin : call.end, call.first_key : call.last_key].transpose(1, 2)
+    if not isinstance(call.queries, slice):
+        rows = rows.index_select(0, call.queries.on(rows.device))
+    elif len(plan.calls) > 1:
+        rows = rows[call.queries]
     requests, key_heads = keys.shape[:2]
     heads, head_dim = rows.shape[1:]
     group_size = heads // key_heads
-    queries = (
-        rows[call.queries] if isinstance(call.queries, slice) else rows.index_select(0, call.queries.on(rows.device))
-    )
     # All query heads of a key head become rows of one head, so that keys are neither repeated nor read twice.
     if call.rows == 1:
-        folded = queries.reshape(requests, key_heads, group_size, head_dim)
+        folded = rows.reshape(requests, key_heads, group_size, head_dim)
     else:
-        split = queries.reshape(requests, call.rows, key_heads, group_size, head_dim).transpose(1, 2)
+        split = rows.reshape(requests, call.rows, key_heads, group_size, head_dim).transpose(1, 2)
         folded = split.reshape(requests, key_heads, call.rows * group_size, head_dim)
     mask = _mask_of(call, plan, folded, group_size)
-    if softcap is None and sinks is None:
-        output = nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+    if scoring.softcap is None and scoring.sinks is None:
+        output = nn.functional.scaled_dot_product_attention(
+            folded, keys, values, attn_mask=mask, scale=scoring.scaling
+        )
     else:
-        output = _eager(folded, keys, values, mask, scaling, softcap, sinks)
+        output = _eager(folded, keys, values, mask, scoring)
     if call.rows == 1:
         return output.reshape(requests, heads, -1)
     split = output.view(requests, key_heads, call.rows, group_size, -1).transpose(1, 2)
@@ -268,27 +266,20 @@ def _mask_of(call: AttentionCall, plan: GroupPlan, folded: torch.Tensor, group_s
 
 
 def _eager(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scoring: _Scoring
 ) -> torch.Tensor:
     """What `scaled_dot_product_attention` cannot do: capped scores and attention sinks."""
-    scores = torch.matmul(queries, keys.transpose(2, 3)) * (queries.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scaling = queries.shape[-1] ** -0.5 if scoring.scaling is None else scoring.scaling
+    scores = torch.matmul(queries, keys.transpose(2, 3)) * scaling
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
     if mask is not None:
         scores = scores + mask
-    if sinks is not None:
-        requests, key_heads, rows, _ = scores.shape
-        group_size = sinks.numel() // key_heads
-        column = sinks.to(scores.dtype).view(1, key_heads, 1, group_size)
-        column = column.expand(requests, -1, rows // group_size, -1).reshape(requests, key_heads, rows, 1)
-        scores = torch.cat([scores, column], dim=-1)
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype)
-    if sinks is not None:
-        weights = weights[..., :-1]
-    return torch.matmul(weights, values)
+    if scoring.sinks is None:
+        return torch.matmul(scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype), values)
+    requests, key_heads, rows, _ = scores.shape
+    group_size = scoring.sinks.numel() // key_heads
+    sinks = scoring.sinks.to(scores.dtype).view(1, key_heads, 1, group_size)
+    sinks = sinks.expand(requests, -1, rows // group_size, -1).reshape(requests, key_heads, rows, 1)
+    weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1, dtype=torch.float32)[..., :-1]
+    return torch.matmul(weights.to(values.dtype), values)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -25,6 +26,15 @@ def cache_bytes_per_layer(config: PreTrainedConfig, itemsize: int) -> int:
     return 2 * heads * head_dim * itemsize
 
 
+def _input_device(model: PreTrainedModel) -> torch.device:
+    """Where inputs are wanted. An offloaded model has its weights on the meta device outside its own forward."""
+    if model.device.type != "meta":
+        return model.device
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next(device for device in devices if device is not None))
+
+
 class PackedModel:
     """A model and the slots of the requests that it serves. Not for several threads at once.
 
@@ -37,7 +47,7 @@ class PackedModel:
     def __init__(self, model: nn.Module, visibilities: Sequence[Visibility], config: PreTrainedConfig):
         self.model = model
         self.base_model: PreTrainedModel = unwrap_model(model)
-        self.device = self.base_model.device
+        self.device = _input_device(self.base_model)
         estimate = cache_bytes_per_layer(config, self.base_model.dtype.itemsize)
         self.cache = PackedCache(visibilities, self.device.type, estimate)
         self.num_layers = len(visibilities)

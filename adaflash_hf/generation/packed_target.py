@@ -73,6 +73,9 @@ class PackedTarget(PackedModel):
         super().__init__(model, _layer_visibilities(base, config), config)
         self._cache_name = cache_argument_name(base)
         self._keeps_logits = "logits_to_keep" in self._forward_arguments
+        # The last layer of a model on several devices may sit on any; indices on the CPU suit all of them.
+        is_spread = len(set(getattr(base, "hf_device_map", {}).values())) > 1
+        self._index_device = torch.device("cpu") if is_spread else self.device
         self._has_checked_layers = False
 
     def length(self, slot: int) -> int:
@@ -120,7 +123,7 @@ class PackedTarget(PackedModel):
         kept_rows = _kept_rows(counts, logits_counts) if self._keeps_logits else None
         if kept_rows is not None:
             # One row at least: not every layer, quantised ones for example, multiplies nothing.
-            kwargs["logits_to_keep"] = torch.tensor(kept_rows or [0], device=self.device)
+            kwargs["logits_to_keep"] = torch.tensor(kept_rows or [0], device=self._index_device)
         with self._step(slots, counts) as step:
             outputs = self.model(
                 input_ids=ids[None], position_ids=torch.tensor(positions, device=self.device)[None], **kwargs
