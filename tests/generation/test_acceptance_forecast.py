@@ -1,0 +1,112 @@
+"""Forecasts start as what the head says and become what the target does."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from simulated_rounds import stand_in_drafter
+
+from adaflash_hf import ConfidenceHeadConfig, ConfidenceHeadModel, InvalidInputError
+from adaflash_hf.generation.acceptance_forecast import AcceptanceForecaster, geometric_rates
+
+
+def states(ratios: list[float]) -> torch.Tensor:
+    result = torch.zeros(len(ratios), 8, 2)
+    result[:, 0, 0] = torch.tensor(ratios)
+    return result
+
+
+def test_geometric_rates() -> None:
+    rates = geometric_rates(np.array([0.0, 0.75, 3.0, 99.0]), 3)
+    # 0.4656 + 0.4656² + 0.4656³ = 0.783; a rate of one accepts all three
+    np.testing.assert_allclose(rates, [0.0, 0.4534, 1.0, 1.0], atol=2e-3)
+    for rate in rates[:3]:
+        assert rate + rate**2 + rate**3 == pytest.approx([0.0, 0.75, 3.0][rates.tolist().index(rate)], abs=1e-3)
+
+
+def test_untaught_forecast_is_the_heads() -> None:
+    forecaster = AcceptanceForecaster(7, 8)
+    survival = forecaster.survival(forecaster.forecast(stand_in_drafter(), states([0.25, 0.75])))
+    # The head expects (accepted + 1) / 8 of the block.
+    np.testing.assert_allclose(survival.sum(axis=1), [1.0, 5.0], atol=0.02)
+    assert (np.diff(survival, axis=1) <= 0).all()
+
+
+def test_without_a_head_history_speaks() -> None:
+    forecaster = AcceptanceForecaster(7, 8)
+    for _ in range(60):
+        forecast = forecaster.forecast(stand_in_drafter(has_head=False), states([0.0]))
+        forecaster.learn(forecast, [8], [2])
+    survival = forecaster.survival(forecast)[0]
+    np.testing.assert_allclose(survival[:3], [1, 1, 0], atol=0.15)
+
+
+@pytest.mark.parametrize("verify_length", [8, 4, 2])
+def test_bias_is_learned_from_however_few_rows(verify_length: int) -> None:
+    """A head that expects 5 of 7 meets drafts whose slots are accepted with 0.3; censoring must not distort that."""
+    rng = np.random.default_rng(0)
+    forecaster = AcceptanceForecaster(7, 8)
+    for _ in range(150):
+        forecast = forecaster.forecast(stand_in_drafter(), states([0.75] * 8))
+        hits = np.cumprod(rng.random((8, 7)) < 0.3, axis=1).sum(axis=1)
+        forecaster.learn(forecast, [verify_length] * 8, np.minimum(hits, verify_length - 1).tolist())
+    survival = forecaster.survival(forecast)[0]
+    # Standard error of a share of 0.3 over the 400 observations that a bucket remembers: 0.023.
+    assert survival[0] == pytest.approx(0.3, abs=0.08)
+    if verify_length > 2:
+        assert survival[1] / survival[0] == pytest.approx(0.3, abs=0.12)
+    else:
+        assert survival[1] / survival[0] > 0.8  # never verified, so still the head's word
+
+
+def test_buckets_are_apart() -> None:
+    forecaster = AcceptanceForecaster(7, 8)
+    forecast = forecaster.forecast(stand_in_drafter(), states([0.2, 0.8]))
+    before = forecaster.survival(forecast)
+    for _ in range(30):
+        forecaster.learn(forecast, [8, 1], [0, 0])
+    after = forecaster.survival(forecast)
+    assert after[0, 0] < 0.5 * before[0, 0]
+    np.testing.assert_array_equal(after[1], before[1])
+
+
+def test_a_request_that_ended_was_not_rejected() -> None:
+    forecaster = AcceptanceForecaster(7, 8)
+    forecast = forecaster.forecast(stand_in_drafter(), states([0.5]))
+    before = forecaster.survival(forecast)
+    forecaster.learn(forecast, [8], [2], ended=[True])
+    after = forecaster.survival(forecast)
+    assert (after[0, :2] > before[0, :2]).all()
+    np.testing.assert_allclose(after[0, 2:] / after[0, 1:-1], before[0, 2:] / before[0, 1:-1])
+    forecaster.learn(forecast, [8], [2], ended=[False])
+    assert forecaster.survival(forecast)[0, 2] < after[0, 2]
+
+
+def test_old_observations_fade() -> None:
+    forecaster = AcceptanceForecaster(7, 8)
+    forecast = forecaster.forecast(stand_in_drafter(), states([0.5]))
+    for _ in range(3000):
+        forecaster.learn(forecast, [2], [1])
+    for _ in range(1000):
+        forecaster.learn(forecast, [2], [0])
+    assert forecaster.survival(forecast)[0, 0] < 0.15
+
+
+def test_confidence_head_comes_first() -> None:
+    torch.manual_seed(0)
+    head = ConfidenceHeadModel(ConfidenceHeadConfig(hidden_size=4, draft_length=3))
+    hidden = torch.randn(2, 4, 4)
+    expected = head(hidden).prefix_probabilities.detach().numpy()
+    for forecaster, drafter in [
+        (AcceptanceForecaster(3, 4, head), stand_in_drafter()),
+        (AcceptanceForecaster(3, 4), SimpleNamespace(confidence_head=head, length_head=None)),
+    ]:
+        survival = forecaster.survival(forecaster.forecast(drafter, hidden))
+        np.testing.assert_allclose(survival, expected, rtol=1e-5)
+    wrong: Any = AcceptanceForecaster(5, 6, head)
+    with pytest.raises(InvalidInputError, match="forecasts 3 slots, but the drafter drafts 5"):
+        wrong.forecast(stand_in_drafter(), hidden)
