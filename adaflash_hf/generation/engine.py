@@ -96,7 +96,7 @@ class AdaFlashEngine:
         self.max_queue = max_queue
         self._preparation = RequestPreparation(target, tokenizer, draft_proposal)
         self._recorder = EngineRecorder(unwrap_model(target).device)
-        self._rounds = EngineRounds(target, drafter, self.policy, self._recorder)
+        self._rounds = EngineRounds(target, drafter, self.policy, self._recorder, prefill_chunk_tokens)
         self._scheduler: Scheduler[GenerationRequest] = Scheduler(config, self._rounds.gauge)
         self._ids = itertools.count()
         self._inbox: deque[GenerationRequest] = deque()

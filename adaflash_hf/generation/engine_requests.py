@@ -115,7 +115,6 @@ class GenerationRequest:
         self.noise = RequestNoise(prepared.seed) if prepared.seed is not None else None
         self.target_slot = self.drafter_slot = -1
         self.prefilled = 0
-        self.expected_tokens = 0
         self.end: FinishReason | None = None
         self.failure: Exception | None = None
         self.drafter_version: int | None = None
@@ -135,11 +134,6 @@ class GenerationRequest:
     def num_tokens(self) -> int:
         """Prompt and generated tokens."""
         return len(self.prompt_ids) + len(self.tokens)
-
-    @property
-    def reserved_tokens(self) -> int:
-        """Tokens for which it has room in the caches."""
-        return max(self.expected_tokens, self.num_tokens) if self.target_slot >= 0 else 0
 
     @property
     def prefill_target(self) -> int:

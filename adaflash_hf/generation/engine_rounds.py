@@ -12,7 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 from .engine_requests import GenerationRequest, RequestState
 from .engine_verdicts import Block, Verdict, judge_blocks, sample_drafts
 from .length_policies import LengthPolicy, RoundContext, RoundOutcome
-from .packed_drafter import PackedDrafter
+from .packed_drafter import MOST_PENDING_TOKENS, PackedDrafter
 from .packed_target import LogitsFor, PackedOutputs, PackedTarget
 from .scheduler import MemoryGauge
 from .statistics import StatisticsRecorder
@@ -69,6 +69,7 @@ class EngineRounds:
         drafter (`PreTrainedModel`, *optional*): The drafter; plain decoding without one.
         policy (`LengthPolicy`, *optional*): How many rows to verify; needed with a drafter.
         recorder (`StatisticsRecorder`): Counts rounds and times phases.
+        prefill_chunk_tokens (`int`): Most prompt tokens of a request per round, for the forecast of memory.
     """
 
     def __init__(
@@ -77,15 +78,21 @@ class EngineRounds:
         drafter: PreTrainedModel | None,
         policy: LengthPolicy | None,
         recorder: StatisticsRecorder,
+        prefill_chunk_tokens: int,
     ):
         self.target = PackedTarget(target)
         self.drafter = None if drafter is None else PackedDrafter(drafter, target)
         self.policy = policy
         self.recorder = recorder
         self.drafter_version = 0
+        self._prefill_chunk_tokens = prefill_chunk_tokens
         self._layer_ids: Sequence[int] = (
             () if self.drafter is None else self.drafter.base_drafter.config.target_layer_ids
         )
+        self._feature_bytes = 0
+        if self.drafter is not None:
+            base = self.drafter.base_drafter
+            self._feature_bytes = base.config.context_feature_size * base.dtype.itemsize
         self._is_cpu = self.target.device.type == "cpu"
 
     @property
@@ -97,7 +104,7 @@ class EngineRounds:
 
     def open(self, request: GenerationRequest) -> None:
         """Gives a request its place in the caches."""
-        expected = request.expected_tokens = request.num_tokens + self.longest_verify_length
+        expected = request.num_tokens + self.longest_verify_length
         request.target_slot = self.target.allocate(expected)
         if self.drafter is not None:
             request.drafter_slot = self.drafter.allocate(expected)
@@ -119,14 +126,32 @@ class EngineRounds:
         return self.target.memory_bytes + (0 if self.drafter is None else self.drafter.memory_bytes)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Bytes that one request of so many tokens takes in both caches."""
-        drafter = 0 if self.drafter is None else self.drafter.bytes_for(num_tokens)
-        return self.target.bytes_for(num_tokens) + drafter
+        """Bytes that one request of so many tokens takes in both caches, features on their way included."""
+        if self.drafter is None:
+            return self.target.bytes_for(num_tokens)
+        waiting = min(num_tokens, MOST_PENDING_TOKENS) * self._feature_bytes
+        return self.target.bytes_for(num_tokens) + self.drafter.bytes_for(num_tokens) + waiting
+
+    def forecast_bytes(self, requests: Sequence[GenerationRequest], growth: int) -> int:
+        """Bytes that both caches take, at most, while these requests each grow by so many tokens."""
+        opening = [request.num_tokens + growth for request in requests if request.target_slot < 0]
+        growing = [request for request in requests if request.target_slot >= 0]
+        lengths = {request.target_slot: request.num_tokens + growth for request in growing}
+        total = self.target.cache.forecast_bytes(lengths, max(growth, self._prefill_chunk_tokens), opening)
+        if self.drafter is None:
+            return total
+        lengths = {request.drafter_slot: request.num_tokens + growth for request in growing}
+        waiting = sum(min(request.num_tokens + growth, MOST_PENDING_TOKENS) for request in requests)
+        block = self.drafter.config.block_size
+        opening = [length + block for length in opening]
+        lengths = {slot: length + block for slot, length in lengths.items()}
+        drafter = self.drafter.cache.forecast_bytes(lengths, growth + block + MOST_PENDING_TOKENS, opening)
+        return total + drafter + waiting * self._feature_bytes
 
     @property
     def gauge(self) -> MemoryGauge:
         """What the scheduler asks."""
-        return MemoryGauge(lambda: self.memory_bytes, self.bytes_for)
+        return MemoryGauge(self.bytes_for, self.forecast_bytes)
 
     # One round
 

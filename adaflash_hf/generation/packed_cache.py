@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -225,6 +225,22 @@ class PackedCache(Cache):
         """Bytes that a slot of `num_tokens` tokens takes, rounding included."""
         return sum(
             group.room_of_slot(num_tokens) * sum(self._bytes_of_layer(layer) for layer in group.layers)
+            for group in self.groups
+        )
+
+    def forecast_bytes(self, lengths: Mapping[int, int], new_rows: int, opening: Sequence[int] = ()) -> int:
+        """Bytes that the buffers will take, at most, while slots grow and others are opened.
+
+        Buffers grow before those that slots leave are given back, so this may be more than is taken in the end.
+
+        Args:
+            lengths (`Mapping[int, int]`): Tokens of slots after they have grown.
+            new_rows (`int`): By how many rows each grows at most in one forward pass.
+            opening (`Sequence[int]`): Tokens of each slot to be opened.
+        """
+        return sum(
+            group.forecast_tokens(lengths, new_rows, opening)
+            * sum(self._bytes_of_layer(layer) for layer in group.layers)
             for group in self.groups
         )
 

@@ -8,7 +8,7 @@ replaced by the last one. Layers with a sliding window drop what lies before it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -20,6 +20,11 @@ __all__ = ["Arena", "LayerGroup", "Place"]
 
 # Rows by which an arena grows: half of those it has, so that at most a third of it is empty.
 ROW_GROWTH = 1.5
+
+
+def grown_rows(num_rows: int) -> int:
+    """Rows of an arena after one more than `num_rows` was needed."""
+    return max(num_rows + 1, int(num_rows * ROW_GROWTH))
 
 
 class LayerBuffer:
@@ -89,7 +94,7 @@ class Arena:
     def append(self, slot: int) -> int:
         """Gives a slot the next row."""
         if len(self.slots) == self.num_rows:
-            self._resize(max(self.num_rows + 1, int(self.num_rows * ROW_GROWTH)))
+            self._resize(grown_rows(self.num_rows))
         self.slots.append(slot)
         return len(self.slots) - 1
 
@@ -170,6 +175,29 @@ class LayerGroup:
         """Room that a slot of this length takes."""
         room, widest = self.room_for(num_tokens), self.widest_room
         return room if widest is None else min(room, widest)
+
+    def forecast_tokens(self, lengths: Mapping[int, int], new_rows: int, opening: Sequence[int]) -> int:
+        """Tokens that all arenas will have room for, at most, while slots grow and others are opened.
+
+        Args:
+            lengths (`Mapping[int, int]`): Tokens of slots after they have grown.
+            new_rows (`int`): By how many rows each grows at most in one forward pass.
+            opening (`Sequence[int]`): Tokens of each slot to be opened.
+        """
+        capacity = {room: arena.num_rows for room, arena in self.arenas.items()}
+        used = {room: len(arena.slots) for room, arena in self.arenas.items()}
+        rooms = [self.room_of_slot(length) for length in opening]
+        for slot, length in lengths.items():
+            room, window = self.room_of_slot(length), self.visibility.window
+            if window is not None:
+                room = max(room, self.room_for(min(length, window + new_rows)))
+            if room > self.places[slot].arena.room:
+                rooms.append(room)
+        for room in rooms:
+            used[room] = used.get(room, 0) + 1
+            if used[room] > capacity.get(room, 0):
+                capacity[room] = grown_rows(capacity.get(room, 0))
+        return sum(room * rows for room, rows in capacity.items())
 
     def open(self, slot: int, expected_tokens: int) -> None:
         """Gives a new slot a row."""

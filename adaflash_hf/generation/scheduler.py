@@ -7,9 +7,9 @@ for any cache.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import InvalidInputError
 
@@ -29,10 +29,6 @@ class Schedulable(Protocol):
         """Prompt and generated tokens: what its caches will hold when it is next verified."""
 
     @property
-    def reserved_tokens(self) -> int:
-        """Tokens for which it has room in the caches; 0 while it waits."""
-
-    @property
     def prefill_remaining(self) -> int:
         """Tokens still to be prefilled; 0 once it decodes."""
 
@@ -45,12 +41,14 @@ class MemoryGauge:
     """Bytes of the caches.
 
     Attributes:
-        used_bytes (`Callable[[], int]`): Bytes that all buffers take now.
         bytes_for (`Callable[[int], int]`): Bytes that one request of so many tokens takes.
+        forecast_bytes (`Callable[[Sequence, int], int]`):
+            Bytes that all buffers take, at most, while these requests and no others each grow by so many tokens;
+            those that have no place in the caches yet get one.
     """
 
-    used_bytes: Callable[[], int]
     bytes_for: Callable[[int], int]
+    forecast_bytes: Callable[[Sequence[Any], int], int]
 
 
 @dataclass(frozen=True)
@@ -92,8 +90,9 @@ class SchedulerConfig:
                 raise InvalidInputError(f"`{name}` is {getattr(self, name)}, expected a number above 0, at most 1.")
 
 
-# Buffers grow geometrically, so new tokens may take this many times their own bytes.
-BUFFER_SLACK = 1.5
+# A request that outgrows its buffer is there twice for a moment, in half of the new room and in the new one; and the
+# row that it leaves may stand beside another that nobody uses.
+LONE_REQUEST_SLACK = 2
 
 
 class Scheduler(Generic[AnyRequest]):
@@ -132,7 +131,7 @@ class Scheduler(Generic[AnyRequest]):
 
     def largest_request_bytes(self, num_tokens: int) -> int:
         """Bytes that a request needs to run alone until it has `num_tokens` tokens."""
-        return int(BUFFER_SLACK * self._gauge.bytes_for(num_tokens))
+        return LONE_REQUEST_SLACK * self._gauge.bytes_for(num_tokens)
 
     def admit(self, round_tokens: int) -> list[AnyRequest]:
         """Moves requests from the queue to the running ones while concurrency and memory allow.
@@ -188,22 +187,14 @@ class Scheduler(Generic[AnyRequest]):
         if overshot or not self.running:
             return len(self.running) if self.running else self.config.max_concurrency
         mean = sum(self._gauge.bytes_for(request.num_tokens) for request in self.running) / len(self.running)
-        more = int(max(limit - self._gauge.used_bytes(), 0) / max(mean, 1))
+        spare = limit - self._gauge.forecast_bytes(self.running, 0)
+        more = int(max(spare, 0) / max(mean, 1))
         return min(len(self.running) + more, self.config.max_concurrency)
 
-    def _fits(self, requests: Iterable[AnyRequest], growth: int) -> bool:
+    def _fits(self, requests: Sequence[AnyRequest], growth: int) -> bool:
         """Whether there is memory for all of `requests`, each `growth` tokens longer than now."""
         limit = self.config.memory_limit_bytes
-        if limit is None:
-            return True
-        new_bytes = sum(self._new_bytes(request, growth) for request in requests)
-        return self._gauge.used_bytes() + BUFFER_SLACK * new_bytes <= limit
-
-    def _new_bytes(self, request: AnyRequest, growth: int) -> int:
-        """Bytes that a request will take on top of those it has."""
-        reserved = request.reserved_tokens
-        held = self._gauge.bytes_for(reserved) if reserved else 0
-        return max(self._gauge.bytes_for(request.num_tokens + growth) - held, 0)
+        return limit is None or self._gauge.forecast_bytes(requests, growth) <= limit
 
     def plan_prefill(self) -> list[tuple[AnyRequest, int]]:
         """Shares out the prefill work of one round.
