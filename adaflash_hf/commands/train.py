@@ -1,4 +1,4 @@
-"""`adaflash train`: a drafter, its length head, or both, on stored trajectories."""
+"""`adaflash train`: a drafter, its length head, both, or a confidence head, on stored trajectories."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def train(
     target_layer_ids: options.LayerIdsOption = None,
     mask_token_id: options.MaskTokenOption = None,
     length_head: options.LengthHeadOption = options.LengthHead.MEAN_LINEAR,
+    length_labels: options.LengthLabelsOption = None,
     objective: options.ObjectiveOption = None,
     hard_label_weight: options.HardLabelWeightOption = None,
     divergence: options.DivergenceOption = None,
@@ -66,7 +67,7 @@ def train(
     dtype: DtypeOption = Dtype.AUTO,
     device: DeviceOption = None,
 ) -> None:
-    """Train a drafter on what its target said, from scratch or from an existing one, or only its length head."""
+    """Train a drafter on what its target said, from scratch or from an existing one, or only a head on it."""
     from .train_run import TrainingRun
 
     del config, list_presets  # their callbacks have done it
@@ -74,8 +75,9 @@ def train(
     chosen_preset = _preset(preset, init)
     if chosen_preset is not None and _is_default(context, "target"):
         target = chosen_preset.target
-    rate = "length_head_learning_rate" if start == "length_head" else "learning_rate"
+    rate = "learning_rate" if start in ("scratch", "init") else "length_head_learning_rate"
     given = {
+        "length_labels": length_labels,
         "objective": objective,
         "hard_label_weight": hard_label_weight,
         "divergence": divergence,
@@ -131,10 +133,10 @@ def train(
 def _start(init: str | None, from_scratch: bool, only: options.Only | None) -> Any:
     if init is not None and from_scratch:
         raise InvalidInputError(f"`--init` is {init!r} and `--from-scratch` was given; choose one of them.")
-    if only is options.Only.LENGTH_HEAD:
+    if only in (options.Only.LENGTH_HEAD, options.Only.CONFIDENCE_HEAD):
         if init is None:
-            raise InvalidInputError("`--only` is 'length-head', which needs a trained drafter; pass it with --init.")
-        return "length_head"
+            raise InvalidInputError(f"`--only` is {only.value!r}, which needs a trained drafter; pass it with --init.")
+        return only.value.replace("-", "_")
     return "scratch" if init is None else "init"
 
 

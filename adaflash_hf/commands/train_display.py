@@ -101,6 +101,9 @@ def results_table(metrics: Mapping[str, float]) -> Table:
             table.add_row(f"first {key.removeprefix(_POSITION_PREFIX)} drafts accepted", f"{value:.1%}")
     if "eval_length_head_error" in metrics:
         table.add_row("length head, mean error as a share of the block", f"{metrics['eval_length_head_error']:.3f}")
+    if "eval_confidence_head_error" in metrics:
+        error = metrics["eval_confidence_head_error"]
+        table.add_row("confidence head, mean error as a share of the block", f"{error:.3f}")
     return table
 
 

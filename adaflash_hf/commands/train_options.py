@@ -35,6 +35,8 @@ __all__ = [
     "LearningRateOption",
     "LengthHead",
     "LengthHeadOption",
+    "LengthLabels",
+    "LengthLabelsOption",
     "LicenseOption",
     "ListPresetsOption",
     "MaskTokenOption",
@@ -70,6 +72,7 @@ class Only(StrEnum):
 
     DRAFTER = "drafter"
     LENGTH_HEAD = "length-head"
+    CONFIDENCE_HEAD = "confidence-head"
 
 
 class LengthHead(StrEnum):
@@ -87,6 +90,7 @@ class Objective(StrEnum):
     CROSS_ENTROPY = "cross_entropy"
     REVERSE_KL = "reverse_kl"
     FORWARD_KL = "forward_kl"
+    ACCEPTANCE = "acceptance"
 
 
 class Divergence(StrEnum):
@@ -94,6 +98,14 @@ class Divergence(StrEnum):
 
     REVERSE_KL = "reverse_kl"
     FORWARD_KL = "forward_kl"
+    ACCEPTANCE = "acceptance"
+
+
+class LengthLabels(StrEnum):
+    """What the length head learns."""
+
+    HINDSIGHT = "hindsight"
+    TRUNCATED = "truncated"
 
 
 class Clip(StrEnum):
@@ -185,6 +197,14 @@ MaskTokenOption = Annotated[
 LengthHeadOption = Annotated[
     LengthHead,
     typer.Option("--length-head", help="Head of a drafter that has none yet.", rich_help_panel=_START),
+]
+LengthLabelsOption = Annotated[
+    LengthLabels | None,
+    typer.Option(
+        "--length-labels",
+        help="Label of the length head: over the full block, or over what it would have had verified.",
+        rich_help_panel=_LEARN,
+    ),
 ]
 ObjectiveOption = Annotated[Objective | None, typer.Option("--objective", rich_help_panel=_LEARN)]
 HardLabelWeightOption = Annotated[

@@ -29,6 +29,7 @@ __all__ = ["TrainingRun"]
 
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
+_CONFIDENCE_HEAD = "confidence-head"
 _EVALUATIONS = 20
 _MINIMUM_STEPS_BETWEEN_EVALUATIONS = 25
 _FINAL_LEARNING_RATE = 0.02
@@ -91,7 +92,7 @@ class TrainingRun:
         trainer = self._trainer(target_model, drafter, dataset)
         self._record(trainer, drafter)
         self._train(trainer)
-        if self.is_main:
+        if self.is_main and self.only != _CONFIDENCE_HEAD:
             self._publish()
 
     def _say(self, text: str) -> None:
@@ -113,6 +114,10 @@ class TrainingRun:
             import torch
 
             self.device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+        if self.push_to_hub is not None and self.only == _CONFIDENCE_HEAD:
+            raise InvalidInputError(
+                f"`--push-to-hub` is {self.push_to_hub!r}, but a confidence head alone is not a drafter; leave it out."
+            )
         if self.push_to_hub is not None and self.is_main:
             reserve_repository(self.push_to_hub, private=self.private)
 
@@ -133,7 +138,8 @@ class TrainingRun:
         # Weights are trained in float32, whatever they were saved in.
         with without_progress_bars() if Path(self.init).is_dir() else nullcontext():
             drafter = DFlashDrafterModel.from_pretrained(self.init, dtype=torch.float32)
-        if drafter.length_head is None and self.length_head is not None and self.only != "drafter":
+        trains_length_head = self.only not in ("drafter", _CONFIDENCE_HEAD)
+        if drafter.length_head is None and self.length_head is not None and trains_length_head:
             attach_length_head(drafter, self.length_head)
         return drafter
 
@@ -197,6 +203,7 @@ class TrainingRun:
         from transformers import PrinterCallback
 
         from ..training.drafter_trainer import DrafterTrainer
+        from ..training.initialization import new_confidence_head
         from ..training.trajectory_dataset import split_by_prompt
         from .train_display import decisions_table
 
@@ -211,6 +218,7 @@ class TrainingRun:
             Subset(dataset, train_rows),
             Subset(dataset, held_out_rows) if held_out_rows else None,
             callbacks=self._callbacks(),
+            confidence_head=new_confidence_head(drafter) if self.only == _CONFIDENCE_HEAD else None,
         )
         trainer.remove_callback(PrinterCallback)
         return trainer
@@ -377,7 +385,8 @@ class TrainingRun:
         # What drafters are published in; decoding in bfloat16 rounds the weights the same way.
         with without_progress_bars():
             trainer.save_drafter(self.out, torch.bfloat16)
-        self.console.print(f"The drafter is in {self.out}.", highlight=False)
+        what = "drafter" if self.only != _CONFIDENCE_HEAD else "confidence head"
+        self.console.print(f"The {what} is in {self.out}.", highlight=False)
 
     def _publish(self) -> None:
         from ..hub_upload import upload_drafter

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Decision", "ShapeDefaults", "Situation", "decide", "decide_shape"]
 
-Start = Literal["scratch", "init", "length_head"]
+Start = Literal["scratch", "init", "length_head", "confidence_head"]
 
 GIVEN = "given"
 # The drafter's configuration calls this otherwise.
@@ -44,7 +44,8 @@ class Situation:
     What the defaults depend on.
 
     Attributes:
-        start: `"scratch"`: a new drafter; `"init"`: an existing one goes on learning; `"length_head"`: only its head.
+        start: `"scratch"`: a new drafter; `"init"`: an existing one goes on learning; `"length_head"`: only its head;
+            `"confidence_head"`: a separate one on it.
         on_cpu: Whether the run is on a CPU.
         has_stored_teacher: Whether the trajectories hold the target's likeliest tokens.
         block_size: Of the drafter.
@@ -151,10 +152,14 @@ def _defaults(situation: Situation, chosen: Mapping[str, Any]) -> list[Decision]
         _anchors(situation),
         _epochs(situation),
     ]
+    labels = Decision("length_labels", "hindsight", "what the full block would have committed is known afterwards")
     if situation.start == "length_head":
         rate = Decision("length_head_learning_rate", 2e-4, "the paper's, for a head on a frozen drafter")
+        return [labels, rate, *batch, *_schedule()]
+    if situation.start == "confidence_head":
+        rate = Decision("length_head_learning_rate", 1e-3, "one linear layer on a frozen drafter")
         return [rate, *batch, *_schedule()]
-    return [*_objective(situation, chosen), *_optimization(situation, chosen), *batch, *_schedule()]
+    return [*_objective(situation, chosen), labels, *_optimization(situation, chosen), *batch, *_schedule()]
 
 
 def _objective(situation: Situation, chosen: Mapping[str, Any]) -> list[Decision]:
@@ -183,10 +188,13 @@ def _objective(situation: Situation, chosen: Mapping[str, Any]) -> list[Decision
             Decision("clip", "entry", "the paper's: no single token may dominate a slot"),
             Decision("clip_threshold", 0.01, "the paper's δ, in nats"),
         ]
-    elif objective == "mixture":
+    elif objective == "mixture" and divergence == "forward_kl":
         decisions.append(Decision("clip", "none", "a forward KL needs no clipping"))
     decay = 7.0 if situation.block_size >= 16 else situation.block_size / 2
-    decisions.append(Decision("position_decay", decay, "later slots count less: they are reached less often"))
+    if objective == "acceptance":
+        decisions.append(Decision("position_decay", None, "acceptance counts later slots as far as they are reached"))
+    else:
+        decisions.append(Decision("position_decay", decay, "later slots count less: they are reached less often"))
     if situation.on_cpu:
         vocabulary = Decision("vocabulary_size", 8192, "on a CPU the full softmax is most of the cost")
     else:
@@ -221,9 +229,11 @@ def _anchors(situation: Situation) -> Decision:
 
 
 def _epochs(situation: Situation) -> Decision:
-    epochs = {"scratch": 6, "init": 2, "length_head": 1}[situation.start]
-    reason = {"scratch": "anchors are fresh in each", "init": "the paper's", "length_head": "a small module"}
-    return Decision("epochs", epochs, reason[situation.start])
+    if situation.start == "scratch":
+        return Decision("epochs", 6, "anchors are fresh in each")
+    if situation.start == "init":
+        return Decision("epochs", 2, "the paper's")
+    return Decision("epochs", 1, "a small module")
 
 
 def _schedule() -> list[Decision]:

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_models import tiny_target
 from tiny_trajectories import make_trajectories, run_until_killed
 
-from adaflash_hf import DFlashDrafterModel, embedded_target
+from adaflash_hf import ConfidenceHeadModel, DFlashDrafterModel, embedded_target
 from adaflash_hf.cli import main
 from adaflash_hf.commands import train_display
 from adaflash_hf.embedded_target import LoadedTarget
@@ -69,6 +69,23 @@ def test_from_scratch_then_on_then_the_head_alone(directory, tmp_path, capsys):
     card = (third / "README.md").read_text()
     assert card.index("Stage 1: drafter and length head") < card.index("Stage 2") < card.index("Stage 3: the length")
     assert str(tmp_path) not in card
+
+
+def test_heads_on_a_drafter_trained_for_acceptance(directory, tmp_path, capsys):
+    drafter, confidence, truncated = tmp_path / "drafter", tmp_path / "confidence", tmp_path / "truncated"
+    assert run(directory, drafter, "--objective", "acceptance", "--length-head", "none") == 0
+    assert "as far as they are reached" in capsys.readouterr().out
+    assert json.loads((drafter / "run.json").read_text())["settings"]["position_decay"] is None
+    assert run(directory, confidence, "--init", drafter, "--only", "confidence-head") == 0
+    shown = capsys.readouterr().out
+    assert "confidence head, mean error" in shown and "The confidence head is in" in shown
+    head = ConfidenceHeadModel.from_pretrained(confidence)
+    assert head.config.draft_length == 3 and head.dtype == torch.bfloat16
+    assert not (confidence / "README.md").exists()
+    labels = ("--only", "length-head", "--length-labels", "truncated")
+    assert run(directory, truncated, "--init", drafter, *labels) == 0
+    assert json.loads((truncated / "run.json").read_text())["settings"]["length_labels"] == "truncated"
+    assert DFlashDrafterModel.from_pretrained(truncated).length_head is not None
 
 
 def test_a_killed_run_resumes_to_the_same_drafter(directory, tmp_path, capsys, monkeypatch):
@@ -169,6 +186,8 @@ def test_presets_are_listed_without_a_run(capsys):
         (["--report-to", "tensorbord"], "tensorbord"),
         (["--push-to-hub", "not a name"], "push_to_hub"),
         (["--init", "x", "--from-scratch"], "--from-scratch"),
+        (["--only", "confidence-head"], "--init"),
+        (["--only", "confidence-head", "--init", "x", "--push-to-hub", "o/n"], "--push-to-hub"),
         (["--only", "length-head"], "--init"),
         (["--init", "DRAFTER", "--layers", "3"], "`layers`"),
         (["--objective", "cross_entropy", "--clip", "sum"], "clip"),

@@ -39,6 +39,20 @@ def test_a_length_head_alone():
     assert values["length_head_learning_rate"] == 2e-4 and "objective" not in values and "optimizer" not in values
 
 
+def test_a_confidence_head_alone():
+    values = decisions("confidence_head")
+    assert values["length_head_learning_rate"] == 1e-3 and "objective" not in values and "length_labels" not in values
+    assert decisions("length_head")["length_labels"] == "hindsight"
+
+
+def test_acceptance_needs_no_decay_and_no_clipping():
+    values = decisions(objective="acceptance")
+    assert values["position_decay"] is None and "clip" not in values and "hard_label_weight" not in values
+    assert decisions(objective="acceptance", position_decay=3.0)["position_decay"] == 3.0
+    mixed = decisions(objective="mixture", divergence="acceptance")
+    assert mixed["position_decay"] == 4 and "clip" not in mixed
+
+
 def test_what_the_user_says_counts_and_is_marked():
     made = decide(Situation("scratch", True, True, 8), {"optimizer": "adamw", "epochs": None, "anchors": 9})
     by_name = {decision.name: decision for decision in made}
@@ -52,6 +66,7 @@ def test_what_the_user_says_counts_and_is_marked():
     ("given", "name"),
     [
         ({"start": "length_head", "objective": "mixture"}, "objective"),
+        ({"start": "confidence_head", "length_labels": "truncated"}, "length_labels"),
         ({"objective": "cross_entropy", "hard_label_weight": 0.5}, "hard_label_weight"),
         ({"optimizer": "adamw", "vector_learning_rate": 1.0}, "vector_learning_rate"),
         ({"objective": "forward_kl", "clip": "sum"}, "clip"),
