@@ -49,3 +49,22 @@ def forge(directory: Path, name: str, change: Any) -> None:
     manifest = json.loads((directory / MANIFEST_FILE).read_text())
     manifest["files"] = checksums_of(directory)
     (directory / MANIFEST_FILE).write_text(json.dumps(manifest))
+
+
+def train_on(drafter: DFlashDrafterModel, target: Any, trajectories: list, steps: int = 60) -> DFlashDrafterModel:
+    """Teaches a tiny drafter some trajectories by heart, so that it drafts and broken weights do not."""
+    from adaflash_hf.training.collator import DrafterDataCollator
+    from adaflash_hf.training.draft_step import DraftStep
+    from adaflash_hf.training.objectives import DraftObjective
+
+    step = DraftStep(drafter, target, DraftObjective(hard_label_weight=1.0, labels="trajectory"))
+    collator = DrafterDataCollator(drafter.config.draft_length, None)
+    batch = collator([trajectory.example(0) for trajectory in trajectories])
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
+    for _ in range(steps):
+        outcome = step.run(drafter, batch)
+        loss = outcome.draft.loss if outcome.head is None else outcome.draft.loss + outcome.head.loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return drafter

@@ -4,6 +4,8 @@ Inference and training are separate processes. They share a replay buffer (SQLit
 versions, and nothing else.
 """
 
+from .hot_reload import HotReloader, ReloadStatus
+from .probe import AcceptanceProbe
 from .published_versions import PublishedVersion, PublishedVersions, VersionManifest
 from .publisher import Publisher
 from .recorded_trajectory import RecordedTrajectory
@@ -12,12 +14,15 @@ from .replay_buffer import BufferSettings, ReplayBuffer, TrainingRound
 
 
 __all__ = [
+    "AcceptanceProbe",
     "BufferSettings",
+    "HotReloader",
     "PublishedVersion",
     "PublishedVersions",
     "Publisher",
     "RecordedTrajectory",
     "RecorderCounts",
+    "ReloadStatus",
     "ReplayBuffer",
     "TrainingRound",
     "TrajectoryRecorder",

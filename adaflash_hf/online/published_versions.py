@@ -182,7 +182,7 @@ class PublishedVersions:
         if not path.is_dir():
             raise PublishedVersionError(
                 f"Version {version} is not in {str(self.directory)!r}, which has {self.numbers()}; choose one of them."
-            )
+            ) from FileNotFoundError(str(path))
         manifest = VersionManifest.read(path)
         if manifest.version != version:
             raise PublishedVersionError(f"{str(path)!r} says that it is version {manifest.version}; it was renamed.")
