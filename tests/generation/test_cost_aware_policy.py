@@ -1,0 +1,148 @@
+"""The promise of the cost-aware policy, in simulated time with known acceptance, and its use in `generate()`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from plain_comparison import (
+    assert_same_as_plain,
+    exact_target,
+    generate,
+    oracle_for,
+    prompt,
+    ragged_batch,
+    shared_target,
+)
+from simulated_rounds import Simulation, simulated_table, stand_in_drafter
+
+from adaflash_hf import AdaFlashEngine, CostAwarePolicy, FixedLengthPolicy, InvalidInputError, RoundContext
+from adaflash_hf.generation.length_policies import build_length_policy
+
+
+def always(value: float) -> Callable[[int], float]:
+    return lambda number: value
+
+
+def cost_aware(**kwargs) -> CostAwarePolicy:
+    return CostAwarePolicy(**{"table": simulated_table(), **kwargs})
+
+
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("num_active", [1, 16, 64])
+def test_bad_drafts_cost_next_to_nothing(num_active: int, is_packed: bool) -> None:
+    """Drafting never pays here; trying it now and then must stay within 2 % of plain decoding."""
+    run = Simulation(always(0.1), always(num_active), is_packed=is_packed).run(cost_aware(), 400)
+    # From the round on where all that is unknown at first has been seen.
+    assert run.speedup(first=20) > 0.98
+    assert 0 < sum(run.drafted[20:]) < 40
+
+
+@pytest.mark.parametrize(
+    ("rate", "num_active"), [(0.5, 1), (0.5, 4), (0.7, 8), (0.7, 32), (0.7, 64)], ids=lambda value: str(value)
+)
+def test_not_slower_than_any_fixed_length(rate: float, num_active: int) -> None:
+    fixed = [
+        Simulation(always(rate), always(num_active)).run(FixedLengthPolicy(n), 300).speedup() for n in range(2, 9)
+    ]
+    run = Simulation(always(rate), always(num_active)).run(cost_aware(), 300)
+    # Exploration costs 1 %; what is left is the spread of the speedup itself, about 3 % with one request.
+    assert run.speedup(first=20) > 0.96 * max(1.0, *fixed)
+
+
+@pytest.mark.parametrize("num_active", [16, 64])
+def test_wrong_costs_and_a_wrong_head_are_found_out(num_active: int) -> None:
+    """In the table plain rows are 30 % too dear and drafts 20 % too cheap; the head expects 1.6 times as much."""
+    policy = cost_aware(table=simulated_table(lambda length: 1.3 if length == 1 else 0.8))
+    run = Simulation(always(0.35), always(num_active), head_bias=1.6).run(policy, 600)
+    assert run.speedup(first=300) > 0.98
+
+
+def test_follows_acceptance_as_it_changes() -> None:
+    run = Simulation(lambda number: 0.1 if number // 400 % 2 == 0 else 0.8, always(16)).run(cost_aware(), 1600)
+    bad, good, bad_again, good_again = (run.speedup(first + 100, first + 400) for first in range(0, 1600, 400))
+    assert min(bad, bad_again) > 0.97
+    assert min(good, good_again) > 1.4
+
+
+def test_follows_concurrency_as_it_changes() -> None:
+    run = Simulation(always(0.5), lambda number: (1, 64, 8, 128)[number // 100 % 4]).run(cost_aware(), 1600)
+    for phase, floor in enumerate((1.4, 0.975, 1.15, 0.975)):
+        windows = [run.speedups[first : first + 100] for first in range(400 + phase * 100, 1600, 400)]
+        pairs = [pair for window in windows for pair in window]
+        assert sum(plain for plain, _ in pairs) / sum(seconds for _, seconds in pairs) > floor, phase
+
+
+def test_more_rows_where_they_are_cheap() -> None:
+    """At one request a step costs the same for one row and sixteen; at 64 it costs by the row."""
+    torch.manual_seed(0)
+    lengths = {}
+    for num_active in (1, 64):
+        states = torch.zeros(num_active, 8, 2)
+        states[:, 0, 0] = 0.5
+        context = RoundContext([8] * num_active, num_active)
+        lengths[num_active] = cost_aware().choose(stand_in_drafter(), states, context)
+    assert lengths[1] == [8]
+    assert max(lengths[64]) < 6
+
+
+def test_lengths_do_not_exceed_a_requests_budget() -> None:
+    states = torch.full((3, 8, 2), 0.9)
+    assert cost_aware().choose(stand_in_drafter(), states, RoundContext([1, 3, 8], 3)) == [1, 3, 8]
+
+
+def test_costs_must_be_known() -> None:
+    with pytest.raises(InvalidInputError, match="does not know any costs"):
+        CostAwarePolicy().choose(stand_in_drafter(), torch.zeros(1, 8, 2), RoundContext([8], 1))
+    with pytest.raises(InvalidInputError, match="`exploration_share` is 0"):
+        CostAwarePolicy(exploration_share=0)
+
+
+def test_one_policy_per_drafter_in_generate_and_one_per_engine() -> None:
+    target = shared_target()
+    drafter, other = (oracle_for(target, prompt(), prompt(12), block_size=4) for _ in range(2))
+    assert build_length_policy("cost_aware", drafter) is build_length_policy("cost_aware", drafter)
+    assert build_length_policy("cost_aware", drafter) is not build_length_policy("cost_aware", other)
+    engines = [build_length_policy("cost_aware", drafter, is_engine=True) for _ in range(2)]
+    assert engines[0] is not engines[1]
+
+
+def test_generate_is_exact_and_costs_are_kept(tmp_path: Path) -> None:
+    drafting = {"length_policy": CostAwarePolicy(cache_directory=tmp_path)}
+    drafter = assert_same_as_plain(shared_target(), prompt(), drafting=drafting, max_new_tokens=12)
+    (kept,) = tmp_path.iterdir()
+    written = kept.stat().st_mtime_ns
+    for policy in (drafting["length_policy"], CostAwarePolicy(cache_directory=tmp_path)):
+        assert_same_as_plain(shared_target(), prompt(), drafter, drafting={"length_policy": policy}, max_new_tokens=12)
+    assert kept.stat().st_mtime_ns == written
+
+
+def test_padded_batches_are_exact() -> None:
+    assert_same_as_plain(shared_target(), ragged_batch(), drafting={"length_policy": cost_aware()}, max_new_tokens=20)
+
+
+def test_generate_goes_on_without_drafts() -> None:
+    """Where drafting is known not to pay, rounds without drafts alternate with rare trials, and tokens stay exact."""
+    target = exact_target()
+    inputs = ragged_batch()
+    expected = generate(target, inputs, max_new_tokens=40)
+    drafter = oracle_for(target, inputs, expected, wrong_every=1, block_size=8)  # always wrong
+    actual = generate(target, inputs, max_new_tokens=40, assistant_model=drafter, length_policy=cost_aware())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert drafter.last_generation_stats.accepted_tokens == 0
+    assert 1 in drafter.last_generation_stats.verify_lengths
+
+
+def test_engine_is_exact() -> None:
+    target = shared_target()
+    prompts = [prompt(5 + n, seed=n) for n in range(6)]
+    answers = [generate(target, ids, max_new_tokens=24) for ids in prompts]
+    drafter = oracle_for(target, prompts[0], answers[0], block_size=6, wrong_every=4)
+    drafter._references = [answer[0].tolist() for answer in answers]
+    engine = AdaFlashEngine(target, drafter, length_policy=cost_aware(), max_concurrency=4)
+    handles = [engine.submit(ids, max_new_tokens=24, do_sample=False) for ids in prompts]
+    for handle, answer in zip(handles, answers, strict=True):
+        assert handle.result().sequence_ids == answer[0].tolist()
+    assert engine.statistics().accepted_tokens > 0

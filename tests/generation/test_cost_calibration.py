@@ -1,0 +1,83 @@
+"""Calibration against a clock and models whose costs are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from adaflash_hf.generation.cost_calibration import calibrate, calibrated_table, cost_table_directory
+
+
+class ClockBench:
+    """Takes simulated time: 10 ms and 1 ms per row; a draft 2 ms per request; the first call of each 1 s more."""
+
+    is_packed = True
+
+    def __init__(self, max_requests: int = 4, longest: int = 5, memory_rows: int = 10**6) -> None:
+        self.max_requests, self.longest_verify_length = max_requests, longest
+        self.memory_rows = memory_rows
+        self.now_s = 0.0
+        self.seen: set[tuple[str, int, int]] = set()
+        self.num_steps = 0
+        self.is_closed = False
+
+    def fingerprint(self) -> dict[str, str]:
+        return {"target": "clock"}
+
+    def _take(self, seconds: float, *step: int | str) -> None:
+        self.num_steps += 1
+        self.now_s += seconds + (0 if step in self.seen else 1)
+        self.seen.add(step)  # type: ignore[arg-type]
+
+    def run_target(self, verify_lengths: Sequence[int]) -> None:
+        if sum(verify_lengths) > self.memory_rows:
+            raise torch.OutOfMemoryError
+        self._take(0.010 + 0.001 * sum(verify_lengths), "target", len(verify_lengths), verify_lengths[0])
+
+    def run_draft(self, num_requests: int) -> None:
+        self._take(0.002 * num_requests, "draft", num_requests, 0)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_costs_are_what_the_clock_says() -> None:
+    bench = ClockBench(max_requests=3)
+    table = calibrate(bench, clock=lambda: bench.now_s)
+    assert bench.is_closed
+    assert table.requests == (1, 2, 4)
+    assert table.lengths == (1, 2, 3, 4, 5)
+    for requests in (1, 2, 4):
+        for length in range(1, 6):
+            assert table.target_seconds(requests, float(length)) == pytest.approx(0.010 + 0.001 * requests * length)
+        assert table.draft_seconds(requests) == pytest.approx(0.002 * requests)
+
+
+def test_what_does_not_fit_is_too_dear_to_be_chosen() -> None:
+    bench = ClockBench(memory_rows=10)
+    table = calibrate(bench, clock=lambda: bench.now_s)
+    assert table.target_seconds(4, 2.0) == pytest.approx(0.018)
+    assert table.target_seconds(4, 3.0) > 1
+
+
+def test_kept_and_measured_again(tmp_path: Path) -> None:
+    first = ClockBench()
+    table = calibrated_table(first, tmp_path)
+    second = ClockBench()
+    np.testing.assert_array_equal(calibrated_table(second, tmp_path).target_s, table.target_s)
+    assert second.num_steps == 0
+    for changed in (ClockBench(max_requests=9), ClockBench(longest=8)):
+        assert calibrated_table(changed, tmp_path).covers(changed.max_requests)
+        assert changed.num_steps > 0
+    refreshed = ClockBench(max_requests=1)
+    calibrated_table(refreshed, tmp_path, refresh=True)
+    assert refreshed.num_steps > 0
+
+
+def test_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ADAFLASH_CACHE", str(tmp_path))
+    assert cost_table_directory() == tmp_path / "costs"
