@@ -33,24 +33,16 @@ def read_adapter(path: str, hub: Mapping[str, Any]) -> DrafterBundle:
     Raises:
         DrafterCheckpointError: The drafter it names cannot be read, or the adapter does not fit it.
     """
-    from peft import PeftModel
+    # Importing the training package takes seconds, which only adapters are worth.
+    from ...training.lora import load_lora, merge_lora
 
-    from ...modeling_dflash_drafter import DFlashDrafterModel
-
-    adapter = open_json(path, ADAPTER_CONFIG_NAME, hub) or {}
-    base = adapter.get("base_model_name_or_path")
-    if not base:
-        raise DrafterCheckpointError(
-            f"{path}: `base_model_name_or_path` in {ADAPTER_CONFIG_NAME} is {base!r}, so the drafter that the adapter "
-            "changes is unknown. Write its path there."
-        )
     try:
         # In float32: the product of the adapter's factors is small beside the weight it is added to.
-        drafter = DFlashDrafterModel.from_pretrained(base, dtype=torch.float32)
-        merged = PeftModel.from_pretrained(drafter, path, **dict(hub)).merge_and_unload(safe_merge=True)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        merged = merge_lora(load_lora(path, dtype=torch.float32, **dict(hub)))
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
+        base = (open_json(path, ADAPTER_CONFIG_NAME, hub) or {}).get("base_model_name_or_path")
         reason = " ".join(str(error).split())
         raise DrafterCheckpointError(f"{path} cannot be merged into its drafter {base}: {reason}") from error
     config = DFlashDrafterConfig.from_dict(merged.config.to_dict())
-    note = f"The adapter was merged into {base}, in float32."
+    note = "The adapter was merged into its drafter, in float32."
     return DrafterBundle(config, dict(merged.state_dict()), path, [note])

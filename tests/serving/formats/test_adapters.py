@@ -32,7 +32,7 @@ def test_merged_weights_compute_what_the_adapter_did(tmp_path: Path) -> None:
     expected = save_adapter(tmp_path)
     assert is_adapter(str(tmp_path / "adapter"), {}) and not is_adapter(str(tmp_path / "base"), {})
     bundle, _ = convert_drafter(tmp_path / "adapter", tmp_path / "out", "native")
-    assert any("merged into" in note for note in bundle.notes)
+    assert any("merged into its drafter" in note for note in bundle.notes)
     merged = DFlashDrafterModel.from_pretrained(tmp_path / "out")
     with torch.no_grad():
         found = merged(*random_block(merged.config, new_context=11)).last_hidden_state
