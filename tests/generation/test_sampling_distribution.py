@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from chain_statistics import VOCAB_SIZE, chain_target, chi_square_tail, transition_p_value
 from plain_comparison import prompt
 from tiny_models import tiny_drafter, tiny_target
 from torch import nn
@@ -16,7 +17,6 @@ from adaflash_hf import DFlashDrafterModel, LengthHeadPolicy
 from adaflash_hf.generation import candidate_generator, token_choice
 
 
-VOCAB_SIZE = 8
 DRAWS = 40_960
 BATCH = 2_048
 PROMPT = prompt(5, vocab_size=VOCAB_SIZE)
@@ -120,11 +120,6 @@ def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     return chi_square_tail(((observed - expected) ** 2 / expected).sum(), len(observed) - 1)
 
 
-def chi_square_tail(statistic: torch.Tensor, degrees: int) -> float:
-    """Probability of a statistic at least this large under the chi-square distribution."""
-    return float(torch.special.gammaincc(torch.tensor(degrees / 2, dtype=torch.float64), statistic.double() / 2))
-
-
 @pytest.mark.parametrize("draft_proposal", ["argmax", "sample"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_joint_distribution_of_the_first_tokens(option: str, draft_proposal: str) -> None:
@@ -153,13 +148,7 @@ def test_with_the_length_head(draft_proposal: str) -> None:
 @pytest.mark.parametrize("draft_proposal", ["argmax", "sample"])
 def test_one_long_sequence_with_the_length_head(draft_proposal: str) -> None:
     """Without attention the target is a Markov chain: each pair of neighbours is a draw from a known distribution."""
-    chain = tiny_target(
-        "llama", vocab_size=VOCAB_SIZE, num_hidden_layers=2, hidden_size=16, max_position_embeddings=4096
-    )
-    with torch.no_grad():
-        for layer in chain.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-        chain.lm_head.weight.mul_(0.7)
+    chain = chain_target()
     model = drafter_with_length_head(chain)
     torch.manual_seed(2)
     ids = chain.generate(
@@ -173,14 +162,7 @@ def test_one_long_sequence_with_the_length_head(draft_proposal: str) -> None:
     )[0, PROMPT.shape[1] :]
     rounds_of_length = model.last_generation_stats.verify_lengths
     assert sum(rounds > 30 for rounds in rounds_of_length.values()) > 2, rounds_of_length
-    pairs = torch.bincount(ids[:-1] * VOCAB_SIZE + ids[1:], minlength=VOCAB_SIZE**2).reshape(VOCAB_SIZE, -1)
-    with torch.no_grad():
-        transitions = chain(torch.arange(VOCAB_SIZE)[:, None]).logits[:, 0].double().softmax(dim=-1)
-    # Given how often each token occurred, its successors are independent draws: one test over all of them.
-    expected = transitions * pairs.sum(dim=1, keepdim=True)
-    statistic = ((pairs - expected) ** 2 / expected)[expected >= 5].sum()
-    degrees = int((expected >= 5).sum()) - VOCAB_SIZE
-    assert chi_square_tail(statistic, degrees) > 0.01
+    assert transition_p_value(chain, [ids.tolist()], {"top_k": 0}) > 0.01
 
 
 class TestTheTestCanFail:
