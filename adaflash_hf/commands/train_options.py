@@ -23,6 +23,7 @@ __all__ = [
     "DecayFractionOption",
     "Divergence",
     "DivergenceOption",
+    "DraftVocabularyOption",
     "EpochsOption",
     "Features",
     "FeaturesOption",
@@ -233,6 +234,14 @@ VocabularySizeOption = Annotated[
         "--vocabulary-size",
         min=0,
         help="Tokens in the training softmax, of those that occur; 0 for all.",
+        rich_help_panel=_LEARN,
+    ),
+]
+DraftVocabularyOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--draft-vocabulary/--no-draft-vocabulary",
+        help="Let the drafter draft the tokens of --vocabulary-size alone, for a cheaper LM head.",
         rich_help_panel=_LEARN,
     ),
 ]

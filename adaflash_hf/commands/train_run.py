@@ -233,6 +233,7 @@ class TrainingRun:
             on_cpu=target_model.device.type == "cpu",
             has_stored_teacher=dataset.teacher_top_k > 0,
             block_size=drafter.config.block_size,
+            has_draft_vocabulary=drafter.draft_token_ids is not None,
         )
         settings = decide(situation, self.given, self.droppable)
         ignored = sorted(self.given.keys() - {setting.name for setting in settings})

@@ -49,12 +49,14 @@ class Situation:
         on_cpu: Whether the run is on a CPU.
         has_stored_teacher: Whether the trajectories hold the target's likeliest tokens.
         block_size: Of the drafter.
+        has_draft_vocabulary: Whether the drafter drafts some of the tokens alone.
     """
 
     start: Start
     on_cpu: bool
     has_stored_teacher: bool
     block_size: int
+    has_draft_vocabulary: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,11 +197,14 @@ def _objective(situation: Situation, chosen: Mapping[str, Any]) -> list[Decision
         decisions.append(Decision("position_decay", None, "acceptance counts later slots as far as they are reached"))
     else:
         decisions.append(Decision("position_decay", decay, "later slots count less: they are reached less often"))
-    if situation.on_cpu:
+    if situation.has_draft_vocabulary:
+        vocabulary = Decision("vocabulary_size", 0, "the drafter has a draft vocabulary of its own")
+    elif situation.on_cpu:
         vocabulary = Decision("vocabulary_size", 8192, "on a CPU the full softmax is most of the cost")
     else:
         vocabulary = Decision("vocabulary_size", 0, "all tokens: a GPU has the time")
-    return [*decisions, vocabulary]
+    drafted = Decision("draft_vocabulary", False, "decoding may draft all tokens, trained or not")
+    return [*decisions, vocabulary, drafted]
 
 
 def _optimization(situation: Situation, chosen: Mapping[str, Any]) -> list[Decision]:

@@ -71,6 +71,17 @@ def test_from_scratch_then_on_then_the_head_alone(directory, tmp_path, capsys):
     assert str(tmp_path) not in card
 
 
+def test_a_draft_vocabulary_stays_with_the_drafter(directory, tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert run(directory, first, "--vocabulary-size", 60, "--draft-vocabulary", "--length-head", "none") == 0
+    drafted = DFlashDrafterModel.from_pretrained(first).draft_token_ids
+    assert 2 <= len(drafted) <= 60
+    capsys.readouterr()
+    assert run(directory, second, "--init", first) == 0
+    assert "a draft vocabulary of its own" in " ".join(capsys.readouterr().out.split())
+    assert torch.equal(DFlashDrafterModel.from_pretrained(second).draft_token_ids, drafted)
+
+
 def test_heads_on_a_drafter_trained_for_acceptance(directory, tmp_path, capsys):
     drafter, confidence, truncated = tmp_path / "drafter", tmp_path / "confidence", tmp_path / "truncated"
     assert run(directory, drafter, "--objective", "acceptance", "--length-head", "none") == 0

@@ -34,6 +34,11 @@ def test_an_existing_drafter_goes_on_with_the_papers_settings():
     assert values["optimizer"] == "adamw" and values["learning_rate"] == 3e-4 and values["epochs"] == 2
 
 
+def test_a_drafter_with_a_draft_vocabulary_is_trained_on_it():
+    values = {d.name: d.value for d in decide(Situation("init", True, True, 8, has_draft_vocabulary=True), {})}
+    assert values["vocabulary_size"] == 0 and values["draft_vocabulary"] is False
+
+
 def test_a_length_head_alone():
     values = decisions("length_head")
     assert values["length_head_learning_rate"] == 2e-4 and "objective" not in values and "optimizer" not in values
