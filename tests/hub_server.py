@@ -1,7 +1,8 @@
 """A stand-in for the Hugging Face Hub on 127.0.0.1, for `push_to_hub` and `from_pretrained` without a network.
 
 It speaks the handful of endpoints that huggingface_hub uses to create a repository, commit small files and download
-them. Not covered: LFS and Xet uploads (every file is asked for inline), several revisions, and authentication.
+them, and those with which `datasets` finds and reads a data set. Not covered: LFS and Xet uploads (every file is asked
+for inline), several revisions, and authentication.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlparse
+from urllib.parse import parse_qs, unquote, urlparse
 
 import pytest
 from huggingface_hub import constants
 
 
 class HubServer(ThreadingHTTPServer):
-    """Keeps repositories as `{"org/name": {"path": bytes}}` and the requests it saw as "METHOD /path"."""
+    """
+    Keeps repositories as `{"org/name": {"path": bytes}}`, data sets as `"datasets/org/name"`, and the requests it saw
+    as "METHOD /path".
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), HubRequestHandler)
@@ -76,6 +80,9 @@ class HubRequestHandler(BaseHTTPRequestHandler):
             self._download()
         elif path.startswith("/api/models/"):
             self._describe(*self._split(path.removeprefix("/api/models/")))
+        elif path.startswith("/api/datasets/"):
+            repository, rest = self._split(path.removeprefix("/api/datasets/"))
+            self._describe(f"datasets/{repository}", rest)
         else:
             self._answer(404)
 
@@ -93,6 +100,8 @@ class HubRequestHandler(BaseHTTPRequestHandler):
             files = json.loads(body)["files"]
             modes = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None} for f in files]
             self._answer(200, {"files": modes})
+        elif "/paths-info/" in path:
+            self._describe_paths(path.removeprefix("/api/").partition("/paths-info/")[0], body)
         elif "/commit/" in path:
             self._commit(path.removeprefix("/api/models/").split("/commit/")[0], body)
         else:
@@ -115,11 +124,34 @@ class HubRequestHandler(BaseHTTPRequestHandler):
         if files is None:
             self._answer(404, headers={"X-Error-Code": "RepoNotFound"})
         elif rest.startswith("tree/"):
-            self._answer(200, [{"type": "file", "path": p, "size": len(c), "oid": "0" * 40} for p, c in files.items()])
+            self._answer(200, self._tree(files, rest.partition("/")[2].partition("/")[2]))
         else:
             siblings = [{"rfilename": path} for path in files]
             sha = self.server.commit_id(repository)
             self._answer(200, {"id": repository, "sha": sha, "siblings": siblings, "tags": [], "private": False})
+
+    def _tree(self, files: dict[str, bytes], folder: str) -> list[dict[str, object]]:
+        """Files and folders in `folder`, at any depth if the request says so."""
+        is_recursive = parse_qs(urlparse(self.path).query).get("recursive", ["false"])[0].lower() in ("true", "1")
+        prefix = f"{folder}/" if folder else ""
+        entries: dict[str, dict[str, object]] = {}
+        for path, content in files.items():
+            name, slash, _ = path.removeprefix(prefix).partition("/")
+            if not path.startswith(prefix):
+                continue
+            if slash:
+                entries[prefix + name] = {"type": "directory", "path": prefix + name, "size": 0, "oid": "1" * 40}
+            if not slash or is_recursive:
+                entries[path] = {"type": "file", "path": path, "size": len(content), "oid": "0" * 40}
+        return list(entries.values())
+
+    def _describe_paths(self, repository: str, body: bytes) -> None:
+        wanted = parse_qs(body.decode())["paths"] if not body.startswith(b"{") else json.loads(body)["paths"]
+        files = self.server.repositories.get(repository, {})
+        known = [path for path in wanted if path in files]
+        self._answer(
+            200, [{"type": "file", "path": path, "size": len(files[path]), "oid": "0" * 40} for path in known]
+        )
 
     def _download(self) -> None:
         repository, _, rest = self._path().lstrip("/").partition("/resolve/")
@@ -133,6 +165,11 @@ class HubRequestHandler(BaseHTTPRequestHandler):
             "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
             "X-Repo-Commit": self.server.commit_id(repository),
         }
+        if range_header := self.headers.get("Range"):
+            first, _, last = range_header.removeprefix("bytes=").partition("-")
+            headers["Content-Range"] = f"bytes {first}-{last or len(content) - 1}/{len(content)}"
+            self._answer(206, content[int(first) : int(last) + 1 if last else None], headers)
+            return
         self._answer(200, content, headers)
 
     def _path(self) -> str:

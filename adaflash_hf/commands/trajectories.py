@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import InvalidInputError
-from .options import DeviceOption, Dtype, DtypeOption, TargetOption
+from .options import (
+    DeviceOption,
+    Dtype,
+    DtypeOption,
+    LengthPolicy,
+    PrepackOption,
+    TargetOption,
+)
 
 
 if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ..generation.engine_statistics import EngineStats
+    from ..training.drafted_decoding import DraftedDecoder
     from ..training.prompts import Prompt
     from ..training.trajectories import TrajectorySettings
 
@@ -27,18 +37,41 @@ __all__ = ["parse_layer_ids", "trajectories"]
 def trajectories(
     out: Annotated[Path, typer.Option("--out", help="Directory for the trajectories; a killed run continues there.")],
     prompts: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Option(
             "--prompts",
             help="JSON or JSON-lines file with prompts; several times for several files.",
             exists=True,
             dir_okay=False,
         ),
-    ],
+    ] = None,
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option("--dataset", help="Data set with prompts: a Hub id, a directory that `datasets` saved, or a "
+                     "Parquet, JSON or CSV file; several times for several."),
+    ] = None,
+    split: Annotated[str, typer.Option("--split", help="Split of each --dataset.")] = "train",
+    subset: Annotated[
+        str | None, typer.Option("--subset", help="Configuration of each --dataset, where there are several.")
+    ] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option("--column", help="Field of each --dataset with the prompt: messages, conversations or text.  "
+                     "[default: the first with a known name]"),
+    ] = None,
     target: TargetOption = "smollm2-135m",
+    drafter: Annotated[
+        str | None,
+        typer.Option("--drafter", help="Hub id or directory of a drafter for the target, to decode faster."),
+    ] = None,
+    length_policy: Annotated[
+        LengthPolicy | None,
+        typer.Option("--length-policy", help="How much of a draft is verified.  [default: cost_aware]"),
+    ] = None,
     domain: Annotated[
         list[str] | None,
-        typer.Option("--domain", help="Domain of each --prompts, in order.  [default: the file's name]"),
+        typer.Option("--domain", help="Domain of each --prompts and then of each --dataset, in order.  [default: the "
+                     "record's own, or the name of the file or data set]"),
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest response, in tokens.")
@@ -47,12 +80,18 @@ def trajectories(
         int, typer.Option("--max-prompt-tokens", min=1, help="Longer prompts are left out.")
     ] = 512,
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="At most this many prompts, from all files evenly.")
+        int | None,
+        typer.Option("--limit", min=1, help="At most this many prompts, from all sources evenly; a data set of the "
+                     "Hub is then streamed and not downloaded as a whole."),
     ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Prompts decoded at once.")] = 32,
     temperature: Annotated[
         float, typer.Option("--temperature", min=0.0, help="0 is greedy; above, tokens are sampled.")
     ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option("--top-p", min=0.0, max=1.0, help="When sampling, from the likeliest tokens with this "
+                            "much probability together.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Order of the prompts, and sampling.")] = 0,
     teacher_top_k: Annotated[
         int,
@@ -69,42 +108,118 @@ def trajectories(
         typer.Option("--target-layer-ids", help="Layers for --features, such as 1,8,14.  [default: as for a new "
                      "drafter]"),
     ] = None,
+    prepack: PrepackOption = True,
     dtype: DtypeOption = Dtype.AUTO,
     device: DeviceOption = None,
 ) -> None:  # fmt: skip
     """Let the target answer prompts in large batches and store its responses for `adaflash train`."""
-    if domain and len(domain) not in (1, len(prompts)):
-        raise InvalidInputError(
-            f"`--domain` was given {len(domain)} times for {len(prompts)} `--prompts`; give one for all or one each."
-        )
     from rich.console import Console
 
     from ..embedded_target import load_target
+    from ..generation.prepacking import prepack_linear_layers
     from ..training.initialization import default_target_layer_ids
-    from ..training.prompts import read_prompt_file
     from ..training.trajectories import TrajectorySettings
+    from .loading import load_drafter
 
-    console = Console()
-    domains = [None] * len(prompts) if not domain else domain * (len(prompts) if len(domain) == 1 else 1)
-    files = [read_prompt_file(path, name) for path, name in zip(prompts, domains, strict=True)]
-    target_model, tokenizer = load_target(
-        target, dtype.value, device=device, on_progress=lambda text: console.print(f"{text} ...", highlight=False)
-    )
-    layer_ids: list[int] = []
-    if features:
-        layer_ids = parse_layer_ids(target_layer_ids) or default_target_layer_ids(target_model)
+    if length_policy is not None and drafter is None:
+        raise InvalidInputError(f"`--length-policy` is {length_policy.value!r}, but there is no --drafter.")
     settings = TrajectorySettings(
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
         temperature=temperature,
+        top_p=top_p,
         seed=seed,
         teacher_top_k=teacher_top_k,
-        capture_layer_ids=tuple(layer_ids),
     )
-    chosen = interleave(files)
+    sources = _Sources(prompts or [], dataset or [], split, subset, column or [], domain or [])
+    console = Console()
+    chosen = interleave(sources.read(limit, seed, console))
+    target_model, tokenizer = load_target(
+        target, dtype.value, device=device, on_progress=lambda text: console.print(f"{text} ...", highlight=False)
+    )
+    models = [target_model] if drafter is None else [target_model, load_drafter(drafter, target_model)]
+    if prepack:
+        for model in models:
+            prepack_linear_layers(model)
+    if features:
+        layer_ids = parse_layer_ids(target_layer_ids) or default_target_layer_ids(target_model)
+        settings = replace(settings, capture_layer_ids=tuple(layer_ids))
     encoded = _encode(tokenizer, chosen, max_prompt_tokens, limit, console)
-    _generate(target_model, encoded, out, settings, console)
+    decoder = None if drafter is None else _drafted_decoder(models[0], models[1], batch_size, length_policy)
+    _generate(target_model, encoded, out, settings, decoder, sources.provenance, console)
     _print_statistics(out, console)
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """Where the prompts come from, as the options say."""
+
+    files: list[Path]
+    datasets: list[str]
+    split: str
+    subset: str | None
+    columns: list[str]
+    domains: list[str]
+
+    def __post_init__(self) -> None:
+        count = len(self.files) + len(self.datasets)
+        if not count:
+            raise InvalidInputError(
+                "No prompts: give --prompts with a file, or --dataset; `adaflash prompts` makes some."
+            )
+        if self.domains and len(self.domains) not in (1, count):
+            raise InvalidInputError(
+                f"`--domain` was given {len(self.domains)} times for {count} `--prompts` and `--dataset`; give one "
+                "for all or one each."
+            )
+        if self.columns and (not self.datasets or len(self.columns) not in (1, len(self.datasets))):
+            raise InvalidInputError(
+                f"`--column` was given {len(self.columns)} times for {len(self.datasets)} `--dataset`; give one for "
+                "all or one each."
+            )
+
+    @property
+    def provenance(self) -> dict[str, list[str]]:
+        """Names only, since the places mean nothing elsewhere."""
+        return {
+            "files": [path.name for path in self.files],
+            "datasets": [name for name in self.datasets if not Path(name).exists()],
+        }
+
+    def read(self, limit: int | None, seed: int, console: Console) -> list[list[Prompt]]:
+        """Prompts of each source."""
+        from ..training.prompt_datasets import PromptDataset, read_prompt_dataset
+        from ..training.prompts import read_prompt_file
+
+        count = len(self.files) + len(self.datasets)
+        domains = _one_each(self.domains, count)
+        columns = _one_each(self.columns, len(self.datasets))
+        read = [read_prompt_file(path, domain) for path, domain in zip(self.files, domains, strict=False)]
+        # Some are left out later because they are too long.
+        wanted = None if limit is None else 2 * limit
+        for name, column, domain in zip(self.datasets, columns, domains[len(self.files) :], strict=True):
+            console.print(f"Reading {name} ...", highlight=False, markup=False)
+            source = PromptDataset(name, self.split, self.subset, column, domain)
+            found = read_prompt_dataset(source, wanted, seed)
+            if found.skipped:
+                console.print(f"Left out, without a prompt: {found.skipped} records of {name}", highlight=False)
+            read.append(found.prompts)
+        return read
+
+
+def _one_each(values: list[str], count: int) -> list[str | None]:
+    if not values:
+        return [None] * count
+    return list(values) if len(values) == count else [values[0]] * count
+
+
+def _drafted_decoder(
+    target_model: PreTrainedModel, drafter: Any, batch_size: int, length_policy: LengthPolicy | None
+) -> DraftedDecoder:
+    from ..training.drafted_decoding import DraftedDecoder
+
+    policy = LengthPolicy.COST_AWARE if length_policy is None else length_policy
+    return DraftedDecoder(target_model, drafter, batch_size, policy.value)
 
 
 def parse_layer_ids(text: str | None) -> list[int] | None:
@@ -172,37 +287,51 @@ def _generate(
     encoded: list[tuple[list[int], str]],
     out: Path,
     settings: TrajectorySettings,
+    decoder: DraftedDecoder | None,
+    provenance: dict[str, list[str]],
     console: Console,
 ) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from ..training.trajectories import TrajectoryBatchReport, generate_trajectories
+    from .progress_bars import generation_progress
 
-    progress = Progress(
-        TextColumn("Trajectories"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[speed]}"),
-        console=console,
-    )
     begin, new_tokens, stored = time.monotonic(), 0, 0
-    with progress:
-        task = progress.add_task("", total=len(encoded), speed="")
+    with generation_progress("Trajectories", console) as progress:
+        task = progress.add_task("", total=len(encoded), note="")
 
         def on_batch(report: TrajectoryBatchReport) -> None:
             nonlocal new_tokens, stored
             new_tokens += report.new_tokens
             stored += report.trajectories if report.was_stored else 0
-            speed = f"{new_tokens / (time.monotonic() - begin):.0f} tok/s" if new_tokens else ""
-            progress.update(task, advance=report.trajectories, speed=speed)
+            note = f"{new_tokens / (time.monotonic() - begin):.0f} tok/s" if new_tokens else ""
+            if decoder is not None and decoder.statistics.rounds:
+                note += f", tau {decoder.statistics.acceptance_length:.2f}"
+            progress.update(task, advance=report.trajectories, note=note)
 
         ids, domains = zip(*encoded, strict=True)
-        generate_trajectories(target_model, ids, domains, out, settings, on_batch)
+        generate_trajectories(
+            target_model,
+            ids,
+            domains,
+            out,
+            settings,
+            on_batch,
+            decode=None if decoder is None else decoder.decode,
+            provenance=provenance,
+        )
     if stored:
         console.print(f"{stored} trajectories were there from an earlier run.", highlight=False)
     seconds = time.monotonic() - begin
     console.print(f"{new_tokens} new tokens in {seconds:.0f} s, {new_tokens / seconds:.0f} tok/s", highlight=False)
+    if decoder is not None and new_tokens:
+        console.print(_describe_drafting(decoder.statistics), highlight=False)
+
+
+def _describe_drafting(statistics: EngineStats) -> str:
+    lengths = ", ".join(f"{length}: {count}" for length, count in statistics.verify_lengths.items())
+    return (
+        f"tau {statistics.acceptance_length:.2f}, {statistics.accepted_tokens} of {statistics.drafted_tokens} drafts "
+        f"accepted; rows verified at a time: {lengths}"
+    )
 
 
 def _print_statistics(out: Path, console: Console) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, TopPLogitsWarper
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import InvalidInputError
@@ -33,6 +33,7 @@ class DecodingSettings:
         max_new_tokens: Longest response, in tokens.
         eos_token_ids: Tokens that end a response; the one that did is part of it.
         temperature: 0 is greedy; above, tokens are sampled.
+        top_p: When sampling, only from the likeliest tokens that have this much probability together.
         teacher_top_k: How many of the target's likeliest tokens to keep at each response position; 0 keeps none.
         capture_layer_ids: Target layers whose outputs to keep, zero-based; empty keeps none.
     """
@@ -40,6 +41,7 @@ class DecodingSettings:
     max_new_tokens: int
     eos_token_ids: tuple[int, ...] = ()
     temperature: float = 0.0
+    top_p: float = 1.0
     teacher_top_k: int = 0
     capture_layer_ids: tuple[int, ...] = ()
 
@@ -48,6 +50,12 @@ class DecodingSettings:
             raise InvalidInputError(f"`max_new_tokens` is {self.max_new_tokens}; it must be at least 1.")
         if self.temperature < 0:
             raise InvalidInputError(f"`temperature` is {self.temperature}; it must be 0 (greedy) or above.")
+        if not 0 < self.top_p <= 1:
+            raise InvalidInputError(f"`top_p` is {self.top_p}; it must be above 0 and at most 1 (all tokens).")
+        if self.top_p < 1 and self.temperature == 0:
+            raise InvalidInputError(
+                f"`top_p` is {self.top_p}, but `temperature` is 0, which is greedy; leave `top_p` out, or sample."
+            )
 
 
 @dataclass(frozen=True)
@@ -202,6 +210,7 @@ class _RunningBatch:
         self.cache = _build_cache(target_model, self.width + settings.max_new_tokens)
         self._cache_name = cache_argument_name(target_model)
         self._features: torch.Tensor | None = None
+        self._nucleus = TopPLogitsWarper(settings.top_p) if settings.top_p < 1 else None
         shape = (rows, settings.max_new_tokens, settings.teacher_top_k)
         self._teacher_ids = torch.zeros(shape, dtype=torch.int32, device=device)
         self._teacher_log_probs = torch.zeros(shape, dtype=torch.float16, device=device)
@@ -240,7 +249,10 @@ class _RunningBatch:
             log_probs = top.values - logits.logsumexp(dim=-1, keepdim=True)
             self._teacher_log_probs[prompts, self.steps] = log_probs.half()
         if self.settings.temperature > 0:
-            probabilities = torch.softmax(logits / self.settings.temperature, dim=-1)
+            logits = logits / self.settings.temperature
+            if self._nucleus is not None:
+                logits = self._nucleus(torch.empty(0), logits)
+            probabilities = torch.softmax(logits, dim=-1)
             tokens = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
         else:
             tokens = logits.argmax(dim=-1)

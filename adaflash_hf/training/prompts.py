@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-__all__ = ["Prompt", "encode_prompts", "read_prompt_file"]
+__all__ = ["Prompt", "encode_prompts", "prompt_of_record", "read_prompt_file"]
 
 _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _ENCODING_BATCH = 256
@@ -58,12 +58,34 @@ def read_prompt_file(path: str | Path, domain: str | None = None) -> list[Prompt
     path = Path(path)
     prompts = []
     for place, record in _records(path):
-        messages = _messages(record, place)
-        own_domain = record.get("domain")
-        prompts.append(Prompt(messages, domain or (own_domain if isinstance(own_domain, str) else path.stem)))
+        prompts.append(prompt_of_record(record, place, domain, default_domain=path.stem))
     if not prompts:
         raise InvalidInputError(f"`prompts` is {str(path)!r}, which holds no record; give a file with prompts.")
     return prompts
+
+
+def prompt_of_record(
+    record: dict[str, Any], place: str, domain: str | None = None, *, default_domain: str, column: str | None = None
+) -> Prompt:
+    """
+    The prompt in one record.
+
+    Args:
+        record (`dict[str, Any]`):
+            Fields and values.
+        place (`str`):
+            Where it is, for errors.
+        domain (`str`, *optional*):
+            Domain of the prompt; by default the record's own field `domain`.
+        default_domain (`str`):
+            Domain of a record that has none.
+        column (`str`, *optional*):
+            Field with the prompt: messages, ShareGPT's conversations, a list of turns, or text. By default the first
+            one with a known name, see [`read_prompt_file`].
+    """
+    own_domain = record.get("domain")
+    default = own_domain if isinstance(own_domain, str) and own_domain else default_domain
+    return Prompt(_messages(record, place, column), domain or default)
 
 
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -153,16 +175,33 @@ _READERS: dict[str, Callable[[Any, dict[str, Any]], list[tuple[str, str]]]] = {
 }
 
 
-def _messages(record: dict[str, Any], place: str) -> tuple[tuple[str, str], ...]:
-    field = next((name for name in _READERS if record.get(name)), None)
+def _reader_of(value: Any) -> Callable[[Any, dict[str, Any]], list[tuple[str, str]]]:
+    """Who understands a value, whatever its field is called."""
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, dict):
+        return _from_conversations if "from" in first else _from_messages
+    return _from_text if first is None else _from_turns
+
+
+def _messages(record: dict[str, Any], place: str, column: str | None = None) -> tuple[tuple[str, str], ...]:
+    field = next((name for name in _READERS if record.get(name)), None) if column is None else column
+    if field is not None and not record.get(field):
+        filled = sorted(name for name, value in record.items() if value)
+        raise InvalidInputError(
+            f"`prompts`: {place} has nothing in the field {field!r}, only in {filled}; name another one."
+        )
     if field is None:
         raise InvalidInputError(
             f"`prompts`: {place} has the fields {sorted(record)}, none of which is known to hold a prompt; rename one "
             f"to one of {', '.join(_READERS)}."
         )
+    value = record[field]
+    if isinstance(value, dict):  # how `datasets` gives lists of records of older data sets: a record of lists
+        value = [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
     try:
-        messages = _READERS[field](record[field], record)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        reader = _READERS.get(field) or _reader_of(value)
+        messages = reader(value, record)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise InvalidInputError(
             f"`prompts`: `{field}` in {place} has an unexpected form ({type(error).__name__}: {error}); messages are "
             'objects with "role" and "content".'

@@ -15,10 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SETTINGS_FILE",
+    "BatchDecoder",
     "TrajectoryBatchReport",
     "TrajectorySettings",
     "find_trajectory_shards",
@@ -63,6 +64,7 @@ class TrajectorySettings:
         max_new_tokens: Longest response, in tokens.
         batch_size: Prompts decoded at once.
         temperature: 0 is greedy.
+        top_p: When sampling, only from the likeliest tokens that have this much probability together.
         seed: Decides the order of the prompts and, when sampling, the responses.
         teacher_top_k: Likeliest target tokens kept at each response position; 0 for none.
         capture_layer_ids: Target layers whose outputs are kept beside the trajectories; empty for none.
@@ -71,6 +73,7 @@ class TrajectorySettings:
     max_new_tokens: int = 512
     batch_size: int = 32
     temperature: float = 0.0
+    top_p: float = 1.0
     seed: int = 0
     teacher_top_k: int = 0
     capture_layer_ids: tuple[int, ...] = ()
@@ -78,6 +81,28 @@ class TrajectorySettings:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise InvalidInputError(f"`batch_size` is {self.batch_size}; it must be at least 1.")
+        self.decoding(())
+
+    def decoding(self, eos_token_ids: tuple[int, ...]) -> DecodingSettings:
+        """The part that is about one batch; refuses what is not allowed."""
+        return DecodingSettings(
+            max_new_tokens=self.max_new_tokens,
+            eos_token_ids=eos_token_ids,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            teacher_top_k=self.teacher_top_k,
+            capture_layer_ids=self.capture_layer_ids,
+        )
+
+
+class BatchDecoder(Protocol):
+    """Decodes one batch of prompts; the same seed gives the same responses."""
+
+    def __call__(
+        self, prompt_ids: Sequence[Sequence[int]], settings: DecodingSettings, seed: int
+    ) -> list[DecodedResponse]:
+        """Responses in the order of the prompts."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -185,6 +210,9 @@ def generate_trajectories(
     directory: str | Path,
     settings: TrajectorySettings,
     on_batch: Callable[[TrajectoryBatchReport], None] | None = None,
+    *,
+    decode: BatchDecoder | None = None,
+    provenance: Mapping[str, Any] | None = None,
 ) -> None:
     """
     Decode the prompts and store the trajectories; continues where an earlier run over `directory` ended.
@@ -202,27 +230,28 @@ def generate_trajectories(
             What to decode and what to keep.
         on_batch (`Callable[[TrajectoryBatchReport], None]`, *optional*):
             Called after each batch.
+        decode (`BatchDecoder`, *optional*):
+            Decodes a batch; by default [`decode_batch`], plainly.
+        provenance (`Mapping[str, Any]`, *optional*):
+            Where the prompts come from, kept with the settings for people and model cards. A run that continues may
+            have another.
 
     Raises:
         InvalidInputError: `directory` holds trajectories that were made otherwise.
     """
     directory = Path(directory)
     batches = plan_batches([len(ids) for ids in prompt_ids], settings.batch_size, settings.seed)
-    _claim_directory(directory, _record_of(target_model, prompt_ids, domains, settings))
-    decoding = DecodingSettings(
-        max_new_tokens=settings.max_new_tokens,
-        eos_token_ids=eos_token_ids_of(target_model),
-        temperature=settings.temperature,
-        teacher_top_k=settings.teacher_top_k,
-        capture_layer_ids=settings.capture_layer_ids,
-    )
+    _claim_directory(directory, _record_of(target_model, prompt_ids, domains, settings), dict(provenance or {}))
+    decoding = settings.decoding(eos_token_ids_of(target_model))
+    if decode is None:
+        decode = _plain_decoder(target_model)
     for batch_index, members in enumerate(batches):
         new_tokens, path = 0, trajectory_path(directory, batch_index)
         was_stored = path.exists()
         if not was_stored:
             # Seeded per batch, so that a batch does not depend on which ones ran before it in this process.
-            generator = torch.Generator(target_model.device).manual_seed(settings.seed * 1_000_003 + batch_index)
-            responses = decode_batch(target_model, [prompt_ids[i] for i in members], decoding, generator)
+            seed = settings.seed * 1_000_003 + batch_index
+            responses = decode([prompt_ids[i] for i in members], decoding, seed)
             new_tokens = sum(len(response.response_ids) for response in responses)
             if settings.capture_layer_ids:
                 features = [response.features for response in responses]
@@ -231,6 +260,14 @@ def generate_trajectories(
             _write_shard(path, [prompt_ids[i] for i in members], [domains[i] for i in members], responses, settings)
         if on_batch is not None:
             on_batch(TrajectoryBatchReport(batch_index, len(batches), len(members), new_tokens, was_stored))
+
+
+def _plain_decoder(target_model: PreTrainedModel) -> BatchDecoder:
+    def decode(prompt_ids: Sequence[Sequence[int]], settings: DecodingSettings, seed: int) -> list[DecodedResponse]:
+        generator = torch.Generator(target_model.device).manual_seed(seed)
+        return decode_batch(target_model, prompt_ids, settings, generator)
+
+    return decode
 
 
 def _record_of(
@@ -252,12 +289,14 @@ def _record_of(
     }
 
 
-def _claim_directory(directory: Path, record: dict[str, Any]) -> None:
+def _claim_directory(directory: Path, record: dict[str, Any], provenance: dict[str, Any]) -> None:
     """Create the directory, or check that what it holds was made the same way."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / SETTINGS_FILE
     if path.exists():
-        stored = read_settings(directory)
+        # A setting that an older version did not know had its default.
+        stored = {**json.loads(json.dumps(asdict(TrajectorySettings()))), **read_settings(directory)}
+        stored.pop("provenance", None)
         different = sorted(key for key in stored.keys() | record.keys() if stored.get(key) != record.get(key))
         if different:
             listed = ", ".join(f"{key}: {stored.get(key)!r} there, {record.get(key)!r} now" for key in different)
@@ -271,7 +310,7 @@ def _claim_directory(directory: Path, record: dict[str, Any]) -> None:
         )
     else:
         with written_aside(path) as partial:
-            partial.write_text(json.dumps(record, indent=2), encoding="utf-8")
+            partial.write_text(json.dumps({**record, "provenance": provenance}, indent=2), encoding="utf-8")
     # Only a killed run leaves these; two runs over one directory at once are not supported.
     for leftover in directory.glob(f"*{PARTIAL_SUFFIX}"):
         leftover.unlink()

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import json
 
+import datasets
 import pytest
 from stand_ins import SPECIAL_TOKENS, byte_tokenizer
-from tiny_models import tiny_target
+from tiny_models import tiny_drafter, tiny_target
 
 from adaflash_hf import embedded_target
 from adaflash_hf.cli import main
@@ -15,12 +16,13 @@ from adaflash_hf.training.trajectories import read_settings
 from adaflash_hf.training.trajectory_dataset import TrajectoryDataset
 
 
+def make_target():
+    return tiny_target("llama", vocab_size=len(SPECIAL_TOKENS) + 256)
+
+
 @pytest.fixture(autouse=True)
 def tiny_targets(monkeypatch):
-    def load_target(*args, **kwargs):
-        return LoadedTarget(tiny_target("llama", vocab_size=len(SPECIAL_TOKENS) + 256), byte_tokenizer())
-
-    monkeypatch.setattr(embedded_target, "load_target", load_target)
+    monkeypatch.setattr(embedded_target, "load_target", lambda *a, **k: LoadedTarget(make_target(), byte_tokenizer()))
     monkeypatch.setenv("COLUMNS", "160")
 
 
@@ -60,6 +62,25 @@ def test_limit_domain_and_sampling(tmp_path, prompt_files):
     assert len(dataset) == 6 and dataset.domains == ["all"]
 
 
+def test_datasets_beside_files_and_a_drafter(tmp_path, prompt_files, capsys):
+    datasets.Dataset.from_dict({"asked": [f"Why {i}?" for i in range(4)] + [""]}).save_to_disk(tmp_path / "why")
+    tiny_drafter(make_target()).save_pretrained(tmp_path / "drafter")
+    arguments = ("--dataset", tmp_path / "why", "--column", "asked", "--domain", "a", "--domain", "b", "--domain", "c")
+    assert run(tmp_path / "plain", prompt_files, *arguments) == 0
+    shown = capsys.readouterr().out
+    assert "without a prompt: 1 records" in shown and "tau" not in shown
+    drafting = ("--drafter", tmp_path / "drafter", "--length-policy", "fixed")
+    assert run(tmp_path / "drafted", prompt_files, *arguments, *drafting) == 0
+    shown = capsys.readouterr().out
+    assert "drafts accepted" in shown and "tau" in shown
+    plain, drafted = (TrajectoryDataset(tmp_path / name) for name in ("plain", "drafted"))
+    assert plain.domains == ["a", "b", "c"] and len(plain) == 8 + 4 + 4
+    for row in range(len(plain)):
+        assert plain.response_ids(row).tolist() == drafted.response_ids(row).tolist()
+    provenance = read_settings(tmp_path / "plain")["provenance"]
+    assert provenance == {"files": ["math.jsonl", "code.json"], "datasets": []}
+
+
 def test_files_are_spread_evenly():
     assert interleave([["a", "b", "c", "d"], ["x", "y"]]) == ["a", "x", "b", "c", "y", "d"]
 
@@ -70,6 +91,10 @@ def test_files_are_spread_evenly():
         (["--domain", "a", "--domain", "b", "--domain", "c"], "--domain"),
         (["--max-prompt-tokens", "2"], "--max-prompt-tokens"),
         (["--features", "--target-layer-ids", "one"], "--target-layer-ids"),
+        (["--length-policy", "fixed"], "--drafter"),
+        (["--column", "a"], "--column"),
+        (["--top-p", "0.5"], "top_p"),
+        (["--dataset", "nowhere/at/all"], "cannot be read"),
     ],
 )
 def test_wrong_usage_is_one_line(tmp_path, prompt_files, capsys, arguments, message):
@@ -86,4 +111,7 @@ def test_layer_ids():
 
 def test_help(capsys):
     assert main(["trajectories", "--help"]) == 0
-    assert "--prompts" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert all(option in shown for option in ("--prompts", "--dataset", "--drafter", "--top-p"))
+    assert run("unused", []) == 2
+    assert "--dataset" in capsys.readouterr().err

@@ -107,3 +107,24 @@ def test_empty_prompts_are_refused(prompts):
 def test_settings_out_of_range_are_refused(fields):
     with pytest.raises(InvalidInputError):
         DecodingSettings(**fields)
+
+
+def test_a_nucleus_cuts_off_the_unlikely():
+    target = tiny_target("llama")
+    greedy = [greedy_by_generate(target, prompt, ()) for prompt in PROMPTS]
+    narrow = DecodingSettings(MAX_NEW_TOKENS, temperature=1.0, top_p=1e-6)
+    responses = decode_batch(target, PROMPTS, narrow, torch.Generator().manual_seed(0))
+    assert [response.response_ids.tolist() for response in responses] == greedy
+    # The likeliest tokens with half the probability, and the first one more that reaches it.
+    logits = target(torch.tensor([PROMPTS[0]])).logits[0, -1]
+    probabilities, order = logits.softmax(-1).sort(descending=True)
+    allowed = set(order[: int((probabilities.cumsum(0) < 0.5).sum()) + 1].tolist())
+    wide = DecodingSettings(1, temperature=1.0, top_p=0.5)
+    drawn = decode_batch(target, [PROMPTS[0]] * 300, wide, torch.Generator().manual_seed(0))
+    assert {response.response_ids[0].item() for response in drawn} == allowed
+
+
+@pytest.mark.parametrize(("fields", "name"), [({"top_p": 0.0}, "top_p"), ({"top_p": 0.9}, "temperature")])
+def test_a_nucleus_that_means_nothing_is_refused(fields, name):
+    with pytest.raises(InvalidInputError, match=name):
+        DecodingSettings(4, **fields)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -7,12 +8,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tiny_models import tiny_target
+from tiny_models import tiny_drafter, tiny_target
 from tiny_trajectories import make_trajectories, random_prompts, run_until_killed
 
 from adaflash_hf.errors import InvalidInputError
 from adaflash_hf.training import trajectories
 from adaflash_hf.training.batched_decoding import DecodingSettings, decode_batch
+from adaflash_hf.training.drafted_decoding import DraftedDecoder
 from adaflash_hf.training.trajectories import (
     TrajectorySettings,
     find_trajectory_shards,
@@ -21,6 +23,7 @@ from adaflash_hf.training.trajectories import (
     read_settings,
     trajectory_path,
 )
+from adaflash_hf.training.trajectory_dataset import TrajectoryDataset
 
 
 SAMPLED = {"temperature": 1.0, "seed": 3, "teacher_top_k": 2, "capture_layer_ids": (0, 2)}
@@ -105,6 +108,38 @@ def test_other_settings_or_prompts_are_refused(tmp_path):
     with pytest.raises(InvalidInputError, match="prompts_sha256"):
         make_trajectories(tmp_path, target, count=11)
     assert read_settings(tmp_path)["max_new_tokens"] == 10
+
+
+def test_what_an_older_version_did_not_record_had_its_default(tmp_path):
+    target, prompts = tiny_target("llama"), random_prompts(12)
+    make_trajectories(tmp_path, target)
+    path = tmp_path / "trajectories.json"
+    record = json.loads(path.read_text())
+    assert record.pop("provenance") == {}
+    path.write_text(json.dumps({name: value for name, value in record.items() if name != "top_p"}))
+    make_trajectories(tmp_path, target)
+    # Where the prompts came from is kept, but another name for the same prompts does no harm.
+    settings = TrajectorySettings(max_new_tokens=10, batch_size=4)
+    for name in ("a.json", "b.json"):
+        generate_trajectories(target, *prompts, tmp_path / "new", settings, provenance={"files": [name]})
+    assert read_settings(tmp_path / "new")["provenance"] == {"files": ["a.json"]}
+
+
+def test_a_drafter_changes_nothing_of_what_is_stored(tmp_path):
+    target, (prompts, domains) = tiny_target("llama"), random_prompts(12)
+    settings = TrajectorySettings(max_new_tokens=10, batch_size=4, teacher_top_k=2, capture_layer_ids=(0, 2))
+    generate_trajectories(target, prompts, domains, tmp_path / "plain", settings)
+    decoder = DraftedDecoder(target, tiny_drafter(target), batch_size=4, length_policy="fixed")
+    generate_trajectories(target, prompts, domains, tmp_path / "drafted", settings, decode=decoder.decode)
+    names = ["prompt_ids", "response_ids", "domain", "finished", "teacher_ids"]
+    for plain, drafted in zip(stored_tables(tmp_path / "plain"), stored_tables(tmp_path / "drafted"), strict=True):
+        assert plain.select(names).equals(drafted.select(names))
+    assert read_settings(tmp_path / "plain") == read_settings(tmp_path / "drafted")
+    one, two = (TrajectoryDataset(tmp_path / name, feature_layer_ids=(0, 2)) for name in ("plain", "drafted"))
+    for row in range(len(one)):
+        torch.testing.assert_close(
+            one[row]["context_hidden_states"], two[row]["context_hidden_states"], atol=1e-5, rtol=1e-4
+        )
 
 
 def test_directories_without_trajectories_are_refused(tmp_path):
