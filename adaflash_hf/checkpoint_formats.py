@@ -198,7 +198,7 @@ def _rope_parameters(config_dict: dict[str, Any], source: str) -> dict[str, Any]
 
 
 def _attention_fields(config_dict: dict[str, Any], nested: dict[str, Any]) -> dict[str, Any]:
-    """Window and causality: `use_swa` puts a two-sided window on every layer, `causal` overrides every layer."""
+    """Window and causality: `use_swa` puts a two-sided window on every layer, `causal` is about every layer."""
     num_layers = config_dict.get("num_hidden_layers", 0)
     if nested.get("use_swa"):
         window = nested.get("swa_window_size", config_dict.get("sliding_window"))
@@ -211,7 +211,9 @@ def _attention_fields(config_dict: dict[str, Any], nested: dict[str, Any]) -> di
     if fields["layer_types"] is None and config_dict.get("use_sliding_window"):
         first = config_dict.get("max_window_layers", 28)
         fields["layer_types"] = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    if nested.get("causal") is not None or nested.get("causal_head") is not None:
+    # Everyone who reads both lets the first one win.
+    is_open = fields["is_causal"] is None
+    if is_open and (nested.get("causal") is not None or nested.get("causal_head") is not None):
         fields["is_causal"] = bool(nested.get("causal") or nested.get("causal_head"))
     return fields
 

@@ -21,6 +21,10 @@ from .checkpoint_formats import native_tensor_name, refuse_foreign_tensors
 from .errors import DrafterCheckpointError
 
 
+# What SGLang and vLLM put in the place of the mask token's embedding.
+MASK_EMBEDDING_NAME = "mask_embedding.pt"
+
+
 class StrictCheckpointMixin:
     """Replaces a model's `from_pretrained` by one that reads foreign DFlash formats and refuses a damaged file."""
 
@@ -142,8 +146,14 @@ def find_weight_files(path: Any, variant: str | None, hub: dict[str, Any]) -> li
     The safetensors files of a directory or Hub repository.
 
     Raises:
-        DrafterCheckpointError: There are none; pickled weights do not count.
+        DrafterCheckpointError: There are none; pickled weights do not count. Or there is one more that matters.
     """
+    if cached_file(path, MASK_EMBEDDING_NAME, _raise_exceptions_for_missing_entries=False, **hub) is not None:
+        raise DrafterCheckpointError(
+            f"{path} has a `{MASK_EMBEDDING_NAME}`: an embedding for the mask rows that was trained on its own, where "
+            "this drafter uses the target's `mask_token_id` row. Drafts made without it would be wrong; run it with "
+            "SGLang or vLLM, which read it."
+        )
     found: dict[str, str | None] = {}
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
         stem, suffix = name.split(".", 1)

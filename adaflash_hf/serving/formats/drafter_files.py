@@ -136,7 +136,7 @@ def write_drafter(
         DrafterExportError: The format cannot hold the drafter, or the place cannot be written to.
     """
     form = format_called(format_name)
-    out = Path(path)
+    out = Path(os.path.abspath(path))
     options = _with_dtype(form, options or WriteOptions())
     _check_place(out, force)
     check_bundle(bundle)
@@ -186,7 +186,7 @@ def convert_drafter(
     if os.path.isdir(source) and os.path.realpath(source) == os.path.realpath(path):
         raise InvalidInputError(f"`OUT` is {os.fspath(path)!r}, the drafter itself; pass another directory.")
     # Before a big checkpoint is read for nothing.
-    _check_place(Path(path), force)
+    _check_place(Path(os.path.abspath(path)), force)
     bundle = read_drafter(source, read_options, hub, source_format)
     if check is not None:
         check(bundle.config)

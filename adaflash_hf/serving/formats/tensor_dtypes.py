@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from ...errors import DrafterExportError
+
 
 __all__ = ["cast_tensors", "dtype_name"]
 
@@ -31,12 +33,20 @@ def cast_tensors(
 
     Returns:
         `tuple`: the tensors, contiguous, and a note if a value was rounded.
+
+    Raises:
+        DrafterExportError: A value does not fit the dtype.
     """
     result: dict[str, torch.Tensor] = {}
     rounded = 0
     for name, tensor in tensors.items():
         cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        rounded += cast.dtype != tensor.dtype and not torch.equal(cast.to(tensor.dtype), tensor)
+        if cast.dtype != tensor.dtype:
+            if torch.isfinite(tensor).all() and not torch.isfinite(cast).all():
+                raise DrafterExportError(
+                    f"`{name}` has values that are too large for {dtype}. Choose another --dtype."
+                )
+            rounded += not torch.equal(cast.to(tensor.dtype), tensor)
         result[name] = cast.contiguous()
     if not rounded:
         return result, []

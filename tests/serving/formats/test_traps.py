@@ -367,3 +367,12 @@ def test_vllm_takes_a_draft_vocabulary_as_rows_of_the_head(
     assert tensors["d2t"].tolist() == [0, 6, 93]
     head = target.get_output_embeddings().weight.detach()
     assert torch.equal(tensors["lm_head.weight"], head[[0, 7, 95]].to(torch.bfloat16))
+
+
+def test_an_embedding_for_the_mask_rows_is_not_overlooked(tmp_path: Path) -> None:
+    """MiMo's drafters bring one in a file beside the weights, which no reader of tensors would notice."""
+    source = write(tmp_path, ZLAB_CONFIG, drafter().state_dict())
+    (source / "mask_embedding.pt").write_bytes(b"never opened")
+    assert "`mask_embedding.pt`: an embedding for the mask rows" in refusal(source)
+    with pytest.raises(DrafterCheckpointError, match="mask_embedding.pt"):
+        DFlashDrafterModel.from_pretrained(source)
