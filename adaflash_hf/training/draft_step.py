@@ -5,17 +5,20 @@ This is what offline and online training share; it knows models and batches, not
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..errors import InvalidInputError
+from ..generation.compatibility import check_drafter_fits_target
+from ..modeling_dflash_drafter import DFlashDrafterModel
 from .anchors import block_positions, drafter_masks, label_positions
 from .draft_loss import DraftLoss, draft_loss, rows_per_chunk
 from .features import compute_target_features
 from .head_labels import LENGTH_LABELS, hindsight_length_labels, truncated_length_labels
-from .metrics import Acceptance, hindsight_acceptance
+from .metrics import Acceptance, DraftMetrics, hindsight_acceptance
 from .objectives import IGNORED_LABEL, DraftObjective, position_weights
 from .teachers import DenseTeacher, Teacher, TopKTeacher
 from .vocabulary import RestrictedVocabulary
@@ -24,10 +27,8 @@ from .vocabulary import RestrictedVocabulary
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..modeling_dflash_drafter import DFlashDrafterModel
 
-
-__all__ = ["DraftStep", "HeadOutcome", "StepOutcome"]
+__all__ = ["DraftStep", "HeadOutcome", "StepOutcome", "check_trainable"]
 
 
 class HeadOutcome(NamedTuple):
@@ -64,6 +65,21 @@ class StepOutcome(NamedTuple):
     valid: torch.Tensor
     head: HeadOutcome | None
     hidden_states: torch.Tensor
+
+    def add_to(self, metrics: DraftMetrics, domain_ids: torch.Tensor) -> None:
+        """
+        Add this batch up.
+
+        Args:
+            metrics (`DraftMetrics`):
+                Sums to add to.
+            domain_ids (`torch.Tensor` of shape `[batch]`):
+                Domain of each trajectory.
+        """
+        metrics.add_blocks(self.acceptance, domain_ids, self.valid)
+        metrics.add_losses(self.draft[:4], self.weight)
+        if self.head is not None:
+            metrics.add_head(self.head.ratio.detach(), self.head.labels)
 
 
 class DraftStep:
@@ -238,6 +254,25 @@ class DraftStep:
         # A mean over no block would be NaN.
         loss = (ratio - learned).square().sum() / max(len(labels), 1)
         return HeadOutcome(loss, ratio, labels)
+
+
+def check_trainable(drafter: Any, target_model: PreTrainedModel) -> None:
+    """
+    All that decoding asks for but equal dtypes: float32 weights are trained for a bfloat16 target.
+
+    Args:
+        drafter (`DFlashDrafterModel`):
+            The drafter, possibly wrapped.
+        target_model (`PreTrainedModel`):
+            The target.
+
+    Raises:
+        DrafterCompatibilityError: They do not fit.
+    """
+    dtype = target_model.get_input_embeddings().weight.dtype
+    with torch.device("meta"):
+        skeleton = DFlashDrafterModel(copy.deepcopy(drafter.config)).to(dtype)
+    check_drafter_fits_target(skeleton, target_model)
 
 
 def _target_logit_rules(target_model: Any) -> tuple[float, float | None]:

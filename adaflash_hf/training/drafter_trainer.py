@@ -19,15 +19,14 @@ from transformers import Trainer, TrainerCallback, TrainerControl
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import InvalidInputError
-from ..generation.compatibility import check_drafter_fits_target
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from .anchors import choose_attention
 from .collator import DrafterDataCollator
-from .draft_step import DraftStep, StepOutcome
+from .draft_step import DraftStep, StepOutcome, check_trainable
 from .head_labels import slot_verdicts
 from .metrics import DraftMetrics
 from .objectives import DraftObjective
-from .optimizers import MuonWithAdamW
+from .optimizers import LENGTH_HEAD_PREFIX, MuonWithAdamW, parameter_groups
 from .saving import save_trained
 from .training_arguments import DrafterTrainingArguments
 from .trajectory_dataset import TrajectoryDataset
@@ -45,7 +44,6 @@ __all__ = ["DrafterTrainer", "last_complete_checkpoint"]
 TrajectoryRows = TrajectoryDataset | Subset
 
 _STATE_FILE = "trainer_state.json"  # written last by `Trainer`
-_HEAD_PREFIX = "length_head."
 # A frozen drafter's loss is only looked at.
 _CROSS_ENTROPY = DraftObjective(hard_label_weight=1.0, labels="trajectory")
 # Of a training batch only these metrics go into the log; the others are for evaluation.
@@ -99,7 +97,7 @@ class DrafterTrainer(Trainer):
         callbacks: Sequence[TrainerCallback] | None = None,
         confidence_head: ConfidenceHeadModel | None = None,
     ) -> None:
-        _check_fit(model, target_model)
+        check_trainable(model, target_model)
         _check_confidence_head(confidence_head, args, draft_length=model.config.draft_length)
         if args.dataloader_persistent_workers:
             raise InvalidInputError(
@@ -159,7 +157,7 @@ class DrafterTrainer(Trainer):
         loss = self._loss_of(outcome)
         if self.confidence_head is not None:
             loss = self._confidence_loss(model, outcome, inputs["labels"], self._train_metrics)
-        _count(self._train_metrics, outcome, inputs["domain_ids"])
+        outcome.add_to(self._train_metrics, inputs["domain_ids"])
         return (loss, outcome) if return_outputs else loss
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
@@ -188,7 +186,7 @@ class DrafterTrainer(Trainer):
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """One group each for matrices, other parameters of the drafter, and the length head."""
         if self.optimizer is None:
-            groups = list(self._parameter_groups(self.model if model is None else model))
+            groups = self._parameter_groups(self.model if model is None else model)
             if self.args.use_muon:
                 betas = (self.args.adam_beta1, self.args.adam_beta2)
                 self.optimizer = MuonWithAdamW(groups, self.args.weight_decay, betas, self.args.adam_epsilon)
@@ -234,7 +232,7 @@ class DrafterTrainer(Trainer):
                 if self.confidence_head is not None and counts:
                     self._confidence_loss(self.model, outcome, batch["labels"], metrics)
             if counts:
-                _count(metrics, outcome, batch["domain_ids"])
+                outcome.add_to(metrics, batch["domain_ids"])
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self.model.train(was_training)
         metrics.reduce(lambda values: self.accelerator.reduce(values, reduction="sum"))
@@ -316,20 +314,16 @@ class DrafterTrainer(Trainer):
         counts = count_tokens(trajectories, indices, vocab_size)
         return build_restricted_vocabulary(counts, self.args.vocabulary_size)
 
-    def _parameter_groups(self, model: torch.nn.Module) -> Iterator[dict[str, Any]]:
-        trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        # All of a confidence head is head.
-        prefix = _HEAD_PREFIX if self.confidence_head is None else ""
-        head = [parameter for name, parameter in trainable if prefix in name]
-        drafter = [parameter for name, parameter in trainable if prefix not in name]
-        vector_lr = self.args.vector_learning_rate
-        for parameters, lr, use_muon in (
-            ([p for p in drafter if p.ndim == 2], self.args.learning_rate, self.args.use_muon),
-            ([p for p in drafter if p.ndim != 2], self.args.learning_rate if vector_lr is None else vector_lr, False),
-            (head, self.args.length_head_learning_rate, False),
-        ):
-            if parameters:
-                yield {"params": parameters, "lr": lr, "use_muon": use_muon}
+    def _parameter_groups(self, model: torch.nn.Module) -> list[dict[str, Any]]:
+        return parameter_groups(
+            model,
+            learning_rate=self.args.learning_rate,
+            vector_learning_rate=self.args.vector_learning_rate,
+            head_learning_rate=self.args.length_head_learning_rate,
+            use_muon=self.args.use_muon,
+            # All of a confidence head is head.
+            head_prefix=LENGTH_HEAD_PREFIX if self.confidence_head is None else "",
+        )
 
 
 class _EpochForCollator(TrainerCallback):
@@ -370,14 +364,6 @@ def _trajectories_of(dataset: Any) -> tuple[TrajectoryDataset, Sequence[int]]:
     )
 
 
-def _check_fit(model: Any, target_model: PreTrainedModel) -> None:
-    """All that decoding asks for but equal dtypes: float32 weights are trained for a bfloat16 target."""
-    dtype = target_model.get_input_embeddings().weight.dtype
-    with torch.device("meta"):
-        skeleton = DFlashDrafterModel(model.config).to(dtype)
-    check_drafter_fits_target(skeleton, target_model)
-
-
 def _check_confidence_head(
     head: ConfidenceHeadModel | None, args: DrafterTrainingArguments, *, draft_length: int
 ) -> None:
@@ -401,7 +387,7 @@ def _freeze(model: Any, train_only: str | None) -> None:
         )
     if train_only is not None:
         for name, parameter in model.named_parameters():
-            if (_HEAD_PREFIX in name) != (train_only == "length_head"):
+            if (LENGTH_HEAD_PREFIX in name) != (train_only == "length_head"):
                 parameter.requires_grad_(False)
     if train_only != "confidence_head" and not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvalidInputError(
@@ -416,13 +402,6 @@ def _resolve_teacher(args: DrafterTrainingArguments, trajectories: TrajectoryDat
     if not args.draft_objective.needs_teacher:
         return "none"
     return "top_k" if trajectories.teacher_top_k else "full"
-
-
-def _count(metrics: DraftMetrics, outcome: StepOutcome, domain_ids: torch.Tensor) -> None:
-    metrics.add_blocks(outcome.acceptance, domain_ids, outcome.valid)
-    metrics.add_losses(outcome.draft[:4], outcome.weight)
-    if outcome.head is not None:
-        metrics.add_head(outcome.head.ratio.detach(), outcome.head.labels)
 
 
 def _without(group: dict[str, Any], key: str) -> dict[str, Any]:

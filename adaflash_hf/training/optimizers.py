@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 
-__all__ = ["MuonWithAdamW"]
+__all__ = ["LENGTH_HEAD_PREFIX", "MuonWithAdamW", "parameter_groups"]
+
+LENGTH_HEAD_PREFIX = "length_head."
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -69,3 +71,38 @@ class MuonWithAdamW(torch.optim.Optimizer):
             use_muon = isinstance(part, torch.optim.Muon)
             part.param_groups = [group for group in self.param_groups if group["use_muon"] == use_muon]
             part.state = self.state
+
+
+def parameter_groups(
+    model: torch.nn.Module,
+    *,
+    learning_rate: float,
+    head_learning_rate: float,
+    vector_learning_rate: float | None = None,
+    use_muon: bool = False,
+    head_prefix: str = LENGTH_HEAD_PREFIX,
+) -> list[dict[str, Any]]:
+    """
+    One group each for matrices, other parameters of the drafter, and the head.
+
+    Args:
+        model (`nn.Module`):
+            A drafter, possibly wrapped; what needs no gradient is left out.
+        learning_rate (`float`), head_learning_rate (`float`):
+            Of the drafter, and of the head.
+        vector_learning_rate (`float`, *optional*):
+            Of what is not a matrix; by default that of the drafter.
+        use_muon (`bool`, *optional*, defaults to `False`):
+            Whether Muon takes the drafter's matrices.
+        head_prefix (`str`, *optional*, defaults to `"length_head."`):
+            Part of the names that makes a parameter one of the head.
+    """
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    drafter = [parameter for name, parameter in trainable if head_prefix not in name]
+    vectors_at = learning_rate if vector_learning_rate is None else vector_learning_rate
+    groups = (
+        ([p for p in drafter if p.ndim == 2], learning_rate, use_muon),
+        ([p for p in drafter if p.ndim != 2], vectors_at, False),
+        ([parameter for name, parameter in trainable if head_prefix in name], head_learning_rate, False),
+    )
+    return [{"params": members, "lr": lr, "use_muon": muon} for members, lr, muon in groups if members]
