@@ -69,8 +69,9 @@ class PackedTarget(PackedModel):
     def __init__(self, model: PreTrainedModel):
         base = unwrap_model(model)
         config = base.config.get_text_config(decoder=True)
-        _check_target(model, base, config)
-        super().__init__(model, _layer_visibilities(base, config), config)
+        visibilities = _layer_visibilities(base, config)
+        _check_target(model, base)
+        super().__init__(model, visibilities, config)
         self._cache_name = cache_argument_name(base)
         self._keeps_logits = "logits_to_keep" in self._forward_arguments
         # The last layer of a model on several devices may sit on any; indices on the CPU suit all of them.
@@ -172,7 +173,7 @@ class PackedTarget(PackedModel):
         self._has_checked_layers = True
 
 
-def _check_target(model: Any, base: Any, config: PreTrainedConfig) -> None:
+def _check_target(model: Any, base: Any) -> None:
     """Refuses what can be seen to be impossible before any work is done."""
     name = type(base).__name__
     if base.config.is_encoder_decoder or base.get_output_embeddings() is None:
