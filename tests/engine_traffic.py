@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from oracle_drafter import OracleDrafter, oracle_drafter
 from plain_comparison import exact_target, generate, prompt
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from adaflash_hf import AdaFlashEngine, RequestHandle
+from adaflash_hf.generation.engine_requests import GenerationRequest, PreparedRequest
+from adaflash_hf.generation.stopping import StopRules
 
 
 NEW_TOKENS = 32
@@ -113,3 +115,14 @@ def assert_nothing_left(engine: AdaFlashEngine) -> None:
     assert (stats.active_requests, stats.queued_requests, stats.memory_bytes) == (0, 0, 0)
     assert not engine.has_requests
     assert sum(stats.finished_requests.values()) == stats.submitted_requests
+
+
+def idle_request(prompt: list[int], **fields: Any) -> GenerationRequest:
+    """A greedy request that nobody serves."""
+    rules = StopRules(StoppingCriteriaList())
+    rules.max_length = len(prompt) + 8
+    values = {"do_sample": False, "samples_drafts": False, "seed": None, "settings": (), **fields}
+    processors = values.pop("logits_processor", LogitsProcessorList())
+    prepared = PreparedRequest(prompt, processors, rules, pad_token_id=0, **values)
+    handle = RequestHandle(0, prompt, lambda *args: None, lambda: None, lambda: None)
+    return GenerationRequest(handle, prepared, None)
