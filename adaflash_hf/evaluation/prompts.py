@@ -1,8 +1,9 @@
-"""Prompts as the demo and the command line use them: the ones shipped here, and their way into token ids."""
+"""Prompts as the demo, the benchmark and the command line use them: those shipped here, and their way into ids."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -15,15 +16,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-__all__ = ["DemoPrompt", "encode_prompt", "load_demo_prompts"]
+__all__ = ["DemoPrompt", "encode_prompt", "load_demo_prompts", "load_test_set_prompts"]
 
-_DEMO_PROMPTS_FILE = "demo_prompts.jsonl"
+_TEST_SET_PROMPTS_FILE = "test_set_prompts.jsonl"
+_DEMO_PROMPTS_PER_DOMAIN = 2
 
 
 @dataclass(frozen=True)
 class DemoPrompt:
     """
-    One prompt of the demo.
+    One of the shipped prompts.
 
     Attributes:
         domain: `"maths"`, `"code"` or `"chat"`.
@@ -36,10 +38,21 @@ class DemoPrompt:
     text: str
 
 
-def load_demo_prompts() -> list[DemoPrompt]:
-    """The demo's prompts: the first two of GSM8K test, HumanEval and the Vicuna benchmark, none of them picked."""
-    lines = resources.files(__package__).joinpath(_DEMO_PROMPTS_FILE).read_text(encoding="utf-8").splitlines()
+def load_test_set_prompts() -> list[DemoPrompt]:
+    """The first 64 of GSM8K test, HumanEval and the Vicuna benchmark, in their order, none of them picked."""
+    lines = resources.files(__package__).joinpath(_TEST_SET_PROMPTS_FILE).read_text(encoding="utf-8").splitlines()
     return [DemoPrompt(**json.loads(line)) for line in lines]
+
+
+def load_demo_prompts() -> list[DemoPrompt]:
+    """The demo's prompts: the first two of each of those test sets."""
+    seen: Counter[str] = Counter()
+    chosen = []
+    for prompt in load_test_set_prompts():
+        seen[prompt.domain] += 1
+        if seen[prompt.domain] <= _DEMO_PROMPTS_PER_DOMAIN:
+            chosen.append(prompt)
+    return chosen
 
 
 def encode_prompt(
