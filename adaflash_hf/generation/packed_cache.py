@@ -44,7 +44,8 @@ class PackedStep:
         plan = self._plans.get(index)
         if plan is None:
             group = self.cache.groups[index]
-            plan = self._plans[index] = plan_group(group, self.segments, self.cache.device_type)
+            key_bytes = self.cache.bytes_of_layer(layer)
+            plan = self._plans[index] = plan_group(group, self.segments, self.cache.device_type, key_bytes)
         return plan
 
 
@@ -207,7 +208,8 @@ class PackedCache(Cache):
 
     # Memory
 
-    def _bytes_of_layer(self, layer: int) -> int:
+    def bytes_of_layer(self, layer: int) -> int:
+        """Bytes of one token's key and value."""
         return self._layer_bytes.get(layer, self._estimate)
 
     @property
@@ -219,12 +221,12 @@ class PackedCache(Cache):
     def bytes_per_token(self) -> int:
         """Bytes that one more token takes in the layers that keep everything."""
         groups = [group for group in self.groups if group.visibility.window is None]
-        return sum(self._bytes_of_layer(layer) for group in groups for layer in group.layers)
+        return sum(self.bytes_of_layer(layer) for group in groups for layer in group.layers)
 
     def bytes_for(self, num_tokens: int) -> int:
         """Bytes that a slot of `num_tokens` tokens takes, rounding included."""
         return sum(
-            group.room_of_slot(num_tokens) * sum(self._bytes_of_layer(layer) for layer in group.layers)
+            group.room_of_slot(num_tokens) * sum(self.bytes_of_layer(layer) for layer in group.layers)
             for group in self.groups
         )
 
@@ -240,7 +242,7 @@ class PackedCache(Cache):
         """
         return sum(
             group.forecast_tokens(lengths, new_rows, opening)
-            * sum(self._bytes_of_layer(layer) for layer in group.layers)
+            * sum(self.bytes_of_layer(layer) for layer in group.layers)
             for group in self.groups
         )
 

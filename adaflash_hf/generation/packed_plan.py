@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionCall", "GroupPlan", "OnDevice", "Segment", "WriteCall", "flat_ranges", "plan_group"]
 
-# A padded call reads `keys` for each of its rows; what a row of queries adds to that, measured on two CPUs with
-# heads of 64: a seventh of the time that reading the keys takes.
+# A padded call reads the keys of each of its requests. What a row of queries adds to that, measured on a CPU with
+# three query heads per key head of 64: a seventh of the time that reading takes.
 COST_PER_QUERY_ROW = 1 / 7
-# One more call costs as much as reading this many keys of one request.
-COST_PER_CALL = {"cpu": 150.0}
-COST_PER_CALL_OF_ACCELERATORS = 1e6
+# One more call costs as much as reading this many bytes of keys and values.
+COST_PER_CALL_BYTES = {"cpu": 230_000.0}
+COST_PER_CALL_BYTES_OF_ACCELERATORS = 1e9
 # Longer runs of queries are never padded together with others.
 MOST_PADDED_ROWS = 64
 
@@ -151,19 +151,21 @@ def flat_ranges(firsts: Iterable[int], counts: Iterable[int]) -> list[int]:
     return [value for first, count in zip(firsts, counts, strict=True) for value in range(first, first + count)]
 
 
-def plan_group(group: LayerGroup, segments: list[Segment], device_type: str) -> GroupPlan:
+def plan_group(group: LayerGroup, segments: list[Segment], device_type: str, key_bytes: int) -> GroupPlan:
     """Works out the plan of a group whose slots have room for the new rows.
 
     Args:
         group (`LayerGroup`): The layers.
         segments (`list[Segment]`): What the forward pass brings.
         device_type (`str`): `"cpu"` or an accelerator, whose calls cost differently.
+        key_bytes (`int`): Bytes of one token's key and value in one layer.
 
     Returns:
         `GroupPlan`: The plan.
     """
     places = [group.places[segment.slot] for segment in segments]
-    calls, answers = _plan_calls(group.visibility, segments, places, device_type)
+    cost_per_call = COST_PER_CALL_BYTES.get(device_type, COST_PER_CALL_BYTES_OF_ACCELERATORS) / max(key_bytes, 1)
+    calls, answers = _plan_calls(group.visibility, segments, places, device_type, cost_per_call)
     # In order and without padding, not even at the end.
     is_in_order = answers == list(range(sum((call.end - call.begin) * call.rows for call in calls)))
     restore = None if is_in_order else OnDevice(answers)
@@ -213,7 +215,11 @@ class _Run:
 
 
 def _plan_calls(
-    visibility: Visibility, segments: list[Segment], places: list[Place], device_type: str
+    visibility: Visibility,
+    segments: list[Segment],
+    places: list[Place],
+    device_type: str,
+    cost_per_call: float,
 ) -> tuple[list[AttentionCall], list[int]]:
     """The calls, and for each packed query the row of its answer among the answers of all calls."""
     by_arena: dict[int, list[tuple[int, int]]] = {}
@@ -224,7 +230,6 @@ def _plan_calls(
     answers = [0] * offsets[-1]
     calls: list[AttentionCall] = []
     base = 0
-    cost_per_call = COST_PER_CALL.get(device_type, COST_PER_CALL_OF_ACCELERATORS)
     for members in by_arena.values():
         for run in _merge_runs(visibility, sorted(members), segments, places, cost_per_call):
             begin, arena = run.begin, places[run.members[0][1]].arena

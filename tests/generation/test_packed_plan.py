@@ -10,6 +10,9 @@ from adaflash_hf.generation.packed_storage import LayerGroup
 from adaflash_hf.generation.visibility import Visibility
 
 
+KEY_BYTES = 1536  # three key heads of 64 in float32
+
+
 def group_of(lengths: list[int], visibility: Visibility | None = None) -> tuple[LayerGroup, dict[int, int]]:
     group = LayerGroup(visibility or Visibility(), [0], smallest_room=8)
     held: dict[int, int] = {}
@@ -28,7 +31,7 @@ def plan_of(
     segments = [Segment(slot, held[slot], contexts.get(slot, 0), count) for slot, count in rows.items()]
     for segment in segments:
         group.reserve(segment.slot, segment.context + segment.rows, held)
-    return plan_group(group, segments, "cpu")
+    return plan_group(group, segments, "cpu", KEY_BYTES)
 
 
 def queries_of(plan: GroupPlan) -> list[list[int]]:
@@ -102,6 +105,16 @@ def test_slots_of_different_room_are_called_apart() -> None:
     ]
 
 
+def test_neighbours_share_a_call_only_where_padding_is_cheap() -> None:
+    """120 of 128 tokens and 30 of 128: reading 90 keys for nothing costs more than a call only if keys are large."""
+    for key_bytes, num_calls in ((1536, 1), (16_384, 2)):
+        group, held = group_of([120, 100])
+        held[1] = 30
+        segments = [Segment(0, 120, 0, 1), Segment(1, 30, 0, 1)]
+        assert len(plan_group(group, segments, "cpu", key_bytes).calls) == num_calls
+        assert len(plan_group(group, segments, "cuda", key_bytes).calls) == 1
+
+
 def test_long_runs_stand_alone_and_come_in_short_ones() -> None:
     """100 new rows of one request: 64 queries read the first 164 keys, 36 read all 200."""
     group, held = group_of([100, 5])
@@ -142,7 +155,7 @@ def test_every_query_is_answered_once(device_type: str) -> None:
         segments = [Segment(slot, held[slot], 0, count) for slot, count in rows.items()]
         for segment in segments:
             group.reserve(segment.slot, segment.rows, held)
-        plan = plan_group(group, segments, device_type)
+        plan = plan_group(group, segments, device_type, KEY_BYTES)
         answered = sum(queries_of(plan), [])
         if plan.restore is not None:
             answered = [answered[row] for row in plan.restore.values]
