@@ -34,6 +34,7 @@ from rich.console import Console
 from torch import nn
 
 from adaflash_hf import DFlashDrafterConfig, DFlashDrafterModel
+from adaflash_hf.embedded_target import default_dtype
 from adaflash_hf.evaluation.result_files import markdown_table, write_results
 from adaflash_hf.training.anchors import block_positions, drafter_masks, label_positions, sample_anchors
 from adaflash_hf.training.draft_loss import draft_loss, rows_per_chunk
@@ -408,7 +409,7 @@ def main() -> None:
         command.add_argument("--block-size", type=int, default=16)
         command.add_argument("--anchors", type=int, default=anchors)
         command.add_argument("--logits-memory-bytes", type=int, default=256 * 2**20)
-        command.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+        command.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"])
         command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
         command.add_argument("--threads", type=int, default=torch.get_num_threads())
         if name == "throughput":
@@ -422,6 +423,9 @@ def main() -> None:
         worker(args["task"])
         return
     out = args.pop("out")
+    if args["dtype"] == "auto":
+        # Emulated bfloat16 is slower than float32, on processors without instructions for it.
+        args["dtype"] = str(default_dtype(args["device"])).removeprefix("torch.")
     results, sections = (run_memory if args["command"] == "memory" else run_throughput)(args)
     data = {"sizes": args, "environment": environment(args), "results": results}
     write_results(out, data, f"Training benchmark: {args['command']}", sections)
