@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from ..errors import InvalidInputError
+from .bench_timing import synchronize
 
 
 if TYPE_CHECKING:
@@ -206,10 +207,10 @@ def decode_once(
     if streamer is not None:
         generate_kwargs["streamer"] = streamer
     on_device = {name: tensor.to(target_model.device) for name, tensor in inputs.items()}
-    _synchronize(target_model.device)
+    synchronize(target_model.device)
     start = time.perf_counter()
     output_ids = target_model.generate(**on_device, **generate_kwargs)
-    _synchronize(target_model.device)
+    synchronize(target_model.device)
     decode_s = time.perf_counter() - start - (streamer.display_s if streamer is not None else 0.0)
     return DecodedRun(
         token_ids=tuple(output_ids[0, prompt_ids.shape[1] :].tolist()),
@@ -362,8 +363,3 @@ def find_first_difference(
 def stats_as_dict(stats: GenerationStats) -> dict[str, Any]:
     """All counters of a run and the ratios made of them, for JSON."""
     return {**vars(stats), "acceptance_length": stats.acceptance_length, "overhead_s": stats.overhead_s}
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,0 +1,391 @@
+"""The ways of decoding that a benchmark compares, each behind the same call."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig
+
+from ..errors import InvalidInputError
+from ..generation.confidence_policy import ConfidencePolicy
+from ..generation.cost_aware_policy import CostAwarePolicy
+from ..generation.engine import AdaFlashEngine
+from ..generation.length_policies import (
+    ENGINE_ACTIVATION_CONCURRENCY,
+    FixedLengthPolicy,
+    LengthHeadPolicy,
+    LengthPolicy,
+)
+from ..generation.oracle_policy import OraclePolicy
+from .bench_results import PLAIN, Latency, MethodRun, merge_statistics
+from .bench_timing import StepTimer, synchronize
+from .peak_memory import PeakMemory
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..modeling_confidence_head import ConfidenceHeadModel
+    from ..modeling_dflash_drafter import DFlashDrafterModel
+
+
+__all__ = ["DRAFTING_METHODS", "METHODS", "REFERENCE_METHODS", "BenchMethod", "BenchModels", "build_method"]
+
+DRAFTING_METHODS = ("dflash", "adaflash", "confidence", "cost_aware", "oracle")
+REFERENCE_METHODS = ("transformers", "transformers_cb", "prompt_lookup", "transformers_dflash", "assistant")
+METHODS = (PLAIN, *DRAFTING_METHODS, *REFERENCE_METHODS)
+_WITH_PARAMETER = ("dflash", "adaflash", "confidence", "prompt_lookup")
+_PROMPT_LOOKUP_TOKENS = 10
+
+
+@dataclass(frozen=True)
+class BenchModels:
+    """
+    What methods decode with.
+
+    Attributes:
+        target: The target.
+        drafter: Its drafter; None if no method drafts.
+        assistant: A small model of the same vocabulary; None if no method uses one.
+        confidence_head: In place of the drafter's own probabilities, for `confidence` and `cost_aware`.
+        pad_token_id: Fills up short prompts of a padded batch.
+    """
+
+    target: PreTrainedModel
+    drafter: DFlashDrafterModel | None = None
+    assistant: PreTrainedModel | None = None
+    confidence_head: ConfidenceHeadModel | None = None
+    pad_token_id: int = 0
+
+
+class BenchMethod(ABC):
+    """
+    A way of decoding.
+
+    Attributes:
+        name: As it was asked for.
+    """
+
+    def __init__(self, name: str, models: BenchModels) -> None:
+        self.name = name
+        self._models = models
+        self._device = models.target.device
+
+    def reason_to_skip(self, concurrency: int) -> str | None:
+        """Why this method cannot be measured at a concurrency; None if it can."""
+        return None
+
+    def prepare(self, concurrency: int) -> None:  # noqa: B027 - a hook, most methods need nothing
+        """Measures what the method needs to know, outside of all timing."""
+
+    def learn_answers(self, token_ids: Sequence[Sequence[int]]) -> None:  # noqa: B027 - a hook of the oracle
+        """Takes what plain decoding answers to the coming prompts."""
+
+    def run(self, prompts: Sequence[list[int]], concurrency: int, max_new_tokens: int) -> MethodRun:
+        """
+        Answers all prompts, greedily.
+
+        Args:
+            prompts (`Sequence[list[int]]`):
+                Token ids.
+            concurrency (`int`):
+                Requests in flight at once.
+            max_new_tokens (`int`):
+                Longest answer.
+        """
+        synchronize(self._device)
+        peak = PeakMemory(self._device)
+        with torch.no_grad():
+            run = self._run(prompts, concurrency, max_new_tokens)
+        return replace(run, peak_memory_bytes=peak.read_bytes())
+
+    @abstractmethod
+    def _run(self, prompts: Sequence[list[int]], concurrency: int, max_new_tokens: int) -> MethodRun: ...
+
+
+class EngineMethod(BenchMethod):
+    """
+    `AdaFlashEngine`, with the drafter on or off.
+
+    Args:
+        name (`str`):
+            Name of the method.
+        models (`BenchModels`):
+            Models.
+        policy (`LengthPolicy`, *optional*):
+            Who decides how much is verified; None decodes plainly. It goes on learning from run to run.
+    """
+
+    def __init__(self, name: str, models: BenchModels, policy: LengthPolicy | None) -> None:
+        super().__init__(name, models)
+        self._policy = policy
+        self._answers: list[list[int]] = []
+
+    def _engine(self, concurrency: int, max_queue: int = 1) -> AdaFlashEngine:
+        drafter = None if self._policy is None else self._models.drafter
+        return AdaFlashEngine(
+            self._models.target,
+            drafter,
+            length_policy=self._policy,
+            max_concurrency=concurrency,
+            max_queue=max_queue,
+        )
+
+    def prepare(self, concurrency: int) -> None:
+        self._engine(concurrency).prepare()
+
+    def learn_answers(self, token_ids: Sequence[Sequence[int]]) -> None:
+        self._answers = [list(ids) for ids in token_ids]
+
+    def _run(self, prompts: Sequence[list[int]], concurrency: int, max_new_tokens: int) -> MethodRun:
+        engine = self._engine(concurrency, max_queue=len(prompts) + 1)
+        engine.prepare()
+        # Submitting is the work of a server's other threads, so it comes before the clock.
+        handles = [engine.submit(ids, max_new_tokens=max_new_tokens, do_sample=False) for ids in prompts]
+        if isinstance(self._policy, OraclePolicy):
+            for handle, answer in zip(handles, self._answers, strict=True):
+                self._policy.tell(handle.request_id, answer)
+        begin_s = time.perf_counter()
+        while engine.has_requests:
+            engine.step()
+        synchronize(self._device)
+        seconds = time.perf_counter() - begin_s
+        results = [handle.result() for handle in handles]
+        stats = engine.statistics()
+        waits = [
+            result.stats.time_to_first_token_s - result.stats.queue_s
+            for result in results
+            if result.stats.time_to_first_token_s is not None
+        ]
+        latency = stats.token_latency_s
+        return MethodRun(
+            token_ids=[result.token_ids for result in results],
+            generated_tokens=sum(len(result.token_ids) for result in results),
+            seconds=seconds,
+            token_latency=Latency(latency["p50"], latency["p95"]) if latency else None,
+            first_token=Latency.of(waits),
+            stats=stats,
+            cache_memory_bytes=stats.peak_memory_bytes,
+        )
+
+
+class GenerateMethod(BenchMethod):
+    """
+    `generate()` on padded batches as wide as the concurrency, one after the other.
+
+    Args:
+        name (`str`):
+            Name of the method.
+        models (`BenchModels`):
+            Models.
+        generate_kwargs (`dict`):
+            What makes `generate()` decode this way.
+        single (`bool`):
+            Whether it can only decode one prompt at a time.
+        policy (`LengthPolicy`, *optional*):
+            Of our own drafting.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        models: BenchModels,
+        generate_kwargs: dict[str, Any],
+        single: bool = False,
+        policy: LengthPolicy | None = None,
+    ) -> None:
+        super().__init__(name, models)
+        self._kwargs = generate_kwargs
+        self._is_single = single
+        self._policy = policy
+        self._answers: list[list[int]] = []
+
+    def reason_to_skip(self, concurrency: int) -> str | None:
+        if self._is_single and concurrency > 1:
+            return "transformers decodes one prompt at a time this way"
+        return None
+
+    def learn_answers(self, token_ids: Sequence[Sequence[int]]) -> None:
+        self._answers = [list(ids) for ids in token_ids]
+
+    def _run(self, prompts: Sequence[list[int]], concurrency: int, max_new_tokens: int) -> MethodRun:
+        answers: list[list[int]] = []
+        timers: list[StepTimer] = []
+        parts = []
+        begin_s = time.perf_counter()
+        for first in range(0, len(prompts), concurrency):
+            if isinstance(self._policy, OraclePolicy):
+                for row, answer in enumerate(self._answers[first : first + concurrency]):
+                    self._policy.tell(row, answer)
+            timers.append(StepTimer())
+            answers += self._generate(prompts[first : first + concurrency], max_new_tokens, timers[-1])
+            if self._policy is not None:
+                assert self._models.drafter is not None
+                parts.append(self._models.drafter.last_generation_stats)
+        synchronize(self._device)
+        return MethodRun(
+            token_ids=answers,
+            generated_tokens=sum(map(len, answers)),
+            seconds=time.perf_counter() - begin_s,
+            token_latency=Latency.of([seconds for timer in timers for seconds in timer.token_latency_s]),
+            first_token=Latency.of([timer.first_token_s for timer in timers if timer.first_token_s is not None]),
+            stats=merge_statistics([part for part in parts if part is not None]) if parts else None,
+        )
+
+    def _generate(self, prompts: Sequence[list[int]], max_new_tokens: int, timer: StepTimer) -> list[list[int]]:
+        width = max(map(len, prompts))
+        pad = self._models.pad_token_id
+        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=self._device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
+        policy = {} if self._policy is None else {"length_policy": self._policy}
+        output = self._models.target.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad,
+            streamer=timer,
+            **self._kwargs,
+            **policy,
+        )
+        ends = _eos_ids(self._models.target.generation_config)
+        return [_until_end(row, ends) for row in output[:, width:].tolist()]
+
+
+class ContinuousBatchingMethod(BenchMethod):
+    """transformers' own continuous batching, `generate_batch()`."""
+
+    _PAGE_TOKENS = 256
+
+    def _run(self, prompts: Sequence[list[int]], concurrency: int, max_new_tokens: int) -> MethodRun:
+        from transformers import ContinuousBatchingConfig
+
+        pages = -(-(max(map(len, prompts)) + max_new_tokens) // self._PAGE_TOKENS)
+        # Without numbers of its own it takes most of the memory there is.
+        sizes = ContinuousBatchingConfig(
+            page_size=self._PAGE_TOKENS,
+            num_blocks=(pages + 1) * concurrency,
+            max_batch_tokens=max(self._PAGE_TOKENS, concurrency),
+            max_requests_per_batch=concurrency,
+        )
+        own = self._models.target.generation_config
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            # It does not know what None means; no token has this id.
+            eos_token_id=sorted(_eos_ids(own)) or -1,
+            pad_token_id=self._models.pad_token_id,
+        )
+        outputs = self._models.target.generate_batch(
+            list(prompts), config, continuous_batching_config=sizes, record_timestamps=True, progress_bar=False
+        )
+        results = list(outputs.values())
+        failed = next((result for result in results if result.error is not None), None)
+        if len(results) != len(prompts) or failed is not None:
+            raise InvalidInputError(
+                f"transformers' continuous batching answered {len(results)} of {len(prompts)} requests"
+                f"{'' if failed is None else f' ({failed.error})'}. Leave `transformers_cb` out."
+            )
+        stamps = [result.timestamps for result in results]
+        # Its manager and cache are made anew for every call; neither that nor their end is decoding.
+        begin_s = min(result.lifespan[0] for result in results)
+        gaps = [after - before for times in stamps for before, after in zip(times, times[1:], strict=False)]
+        waits = [times[0] - result.lifespan[0] for times, result in zip(stamps, results, strict=True) if times]
+        return MethodRun(
+            token_ids=[list(result.generated_tokens) for result in results],
+            generated_tokens=sum(len(result.generated_tokens) for result in results),
+            seconds=max(times[-1] for times in stamps if times) - begin_s,
+            token_latency=Latency.of(gaps),
+            first_token=Latency.of(waits),
+        )
+
+
+def _eos_ids(config: GenerationConfig) -> set[int]:
+    ids = config.eos_token_id
+    return set() if ids is None else set(ids) if isinstance(ids, list | tuple) else {int(ids)}
+
+
+def _until_end(row: list[int], ends: set[int]) -> list[int]:
+    """A row of a padded batch up to its first EOS."""
+    place = next((index for index, token in enumerate(row) if token in ends), len(row) - 1)
+    return row[: place + 1]
+
+
+def build_method(name: str, models: BenchModels, via_generate: bool = False) -> BenchMethod:
+    """
+    Make a method.
+
+    Args:
+        name (`str`):
+            One of `METHODS`. Some take a parameter after a colon: `dflash:4` verifies four rows, `adaflash:1.5` is a
+            length scale, `confidence:0.8` a threshold, `prompt_lookup:5` a number of tokens.
+        models (`BenchModels`):
+            What to decode with.
+        via_generate (`bool`, *optional*, defaults to `False`):
+            Decode in `generate()`, on padded batches, in place of the engine. Needed for targets it cannot serve.
+    """
+    base, parameter = _split_name(name)
+    _check_models(base, name, models)
+    if base in REFERENCE_METHODS:
+        return _build_reference(base, name, parameter, models)
+    policy = None if base == PLAIN else _build_policy(base, parameter, models, via_generate)
+    if not via_generate:
+        return EngineMethod(name, models, policy)
+    return GenerateMethod(name, models, {} if policy is None else {"assistant_model": models.drafter}, policy=policy)
+
+
+def _split_name(name: str) -> tuple[str, str | None]:
+    base, _, parameter = name.partition(":")
+    if base not in METHODS:
+        raise InvalidInputError(f"`method` is {name!r}, expected one of {', '.join(METHODS)}.")
+    if parameter and base not in _WITH_PARAMETER:
+        raise InvalidInputError(f"`method` is {name!r}, but {base} takes no parameter; write {base!r}.")
+    return base, parameter or None
+
+
+def _check_models(base: str, name: str, models: BenchModels) -> None:
+    if base in (*DRAFTING_METHODS, "transformers_dflash") and models.drafter is None:
+        raise InvalidInputError(f"`method` is {name!r}, which needs a drafter; pass one.")
+    if base == "adaflash" and models.drafter is not None and models.drafter.length_head is None:
+        raise InvalidInputError(
+            f"`method` is {name!r}, but the drafter has no length head; leave the method out, or train a head with "
+            "`adaflash train --only length-head`."
+        )
+    if base == "assistant" and models.assistant is None:
+        raise InvalidInputError("`method` is 'assistant', which needs a small model; pass --assistant.")
+
+
+def _parameter(name: str, text: str | None, kind: Callable[[str], Any], default: Any) -> Any:
+    try:
+        return default if text is None else kind(text)
+    except ValueError as error:
+        raise InvalidInputError(f"`method` is '{name}:{text}', but {text!r} is not a number.") from error
+
+
+def _build_policy(base: str, parameter: str | None, models: BenchModels, via_generate: bool) -> LengthPolicy:
+    if base == "dflash":
+        return FixedLengthPolicy(_parameter(base, parameter, int, None))
+    if base == "adaflash":
+        concurrency = 1 if via_generate else ENGINE_ACTIVATION_CONCURRENCY
+        return LengthHeadPolicy(_parameter(base, parameter, float, 1.3), activation_concurrency=concurrency)
+    if base == "confidence":
+        threshold = _parameter(base, parameter, float, 0.94)
+        return ConfidencePolicy(threshold, confidence_head=models.confidence_head)
+    return CostAwarePolicy(confidence_head=models.confidence_head) if base == "cost_aware" else OraclePolicy()
+
+
+def _build_reference(base: str, name: str, parameter: str | None, models: BenchModels) -> BenchMethod:
+    if base == "transformers_cb":
+        return ContinuousBatchingMethod(name, models)
+    kwargs: dict[str, dict[str, Any]] = {
+        "transformers": {},
+        "prompt_lookup": {"prompt_lookup_num_tokens": _parameter(base, parameter, int, _PROMPT_LOOKUP_TOKENS)},
+        "transformers_dflash": {"assistant_model": models.drafter, "speculation_type": "dflash"},
+        "assistant": {"assistant_model": models.assistant},
+    }
+    return GenerateMethod(name, models, kwargs[base], single=base != "transformers")
