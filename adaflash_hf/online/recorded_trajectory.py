@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import InvalidInputError
 
 
-__all__ = ["MAX_DOMAIN_LENGTH", "MIN_RESPONSE_TOKENS", "NO_DOMAIN", "RecordedTrajectory"]
+__all__ = ["MAX_DOMAIN_LENGTH", "MIN_RESPONSE_TOKENS", "NO_DOMAIN", "RecordedTrajectory", "fit_for_target"]
 
 NO_DOMAIN = "default"
 MAX_DOMAIN_LENGTH = 64
@@ -85,6 +85,23 @@ class RecordedTrajectory:
             **fields,
         )
 
+    @classmethod
+    def from_stored(cls, fields: dict[str, Any]) -> RecordedTrajectory:
+        """
+        From a row of the buffer.
+
+        Args:
+            fields (`dict[str, Any]`):
+                The attributes, arrays as bytes.
+        """
+        arrays = {
+            "rounds": np.frombuffer(fields["rounds"], _ROUNDS).reshape(-1, 2),
+            "token_ids": np.frombuffer(fields["token_ids"], _TOKENS),
+        }
+        trajectory = cls(**{**fields, **arrays, "finished": bool(fields["finished"])})
+        trajectory.check()
+        return trajectory
+
     @property
     def num_response_tokens(self) -> int:
         """Tokens the target added."""
@@ -148,3 +165,21 @@ class RecordedTrajectory:
             "finished": self.finished and len(ids) == len(self.token_ids),
             "domain_id": domain_id,
         }
+
+
+def fit_for_target(
+    trajectories: Iterable[RecordedTrajectory], vocab_size: int, max_tokens: int
+) -> list[RecordedTrajectory]:
+    """
+    Those a drafter can be trained on.
+
+    Args:
+        trajectories (`Iterable[RecordedTrajectory]`):
+            What was recorded, perhaps of another target.
+        vocab_size (`int`):
+            Tokens of the target.
+        max_tokens (`int`):
+            What is longer is cut, what then has too little response is left out.
+    """
+    known = (one for one in trajectories if int(one.token_ids.max()) < vocab_size)
+    return [cut for one in known if (cut := one.cut(max_tokens)) is not None]

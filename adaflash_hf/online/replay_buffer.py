@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from filelock import FileLock, Timeout
 
 from ..errors import InvalidInputError, ReplayBufferError
@@ -31,6 +31,7 @@ __all__ = ["OTHER_DOMAIN", "BufferDepth", "BufferSettings", "DomainAcceptance", 
 MAX_DOMAINS = 64
 OTHER_DOMAIN = "other"
 _KEPT_ROUNDS = 1000
+_IDENTITY = "identity"
 _ROW = "id, created_s, domain, drafter_version, prompt_length, finished, request_id, rounds, token_ids, text"
 
 
@@ -148,6 +149,12 @@ class ReplayBuffer:
         self._wanted = settings
         with self.database.writing() as db:
             self.settings = self._agree_on_settings(db)
+
+    def identity(self) -> str:
+        """A name that another buffer in the same place would not have: numbers of rounds mean nothing across them."""
+        with self.database.writing() as db:
+            db.execute("INSERT OR IGNORE INTO settings VALUES (?, ?)", (_IDENTITY, json.dumps(uuid.uuid4().hex)))
+            return json.loads(db.execute("SELECT value FROM settings WHERE name = ?", (_IDENTITY,)).fetchone()[0])
 
     @property
     def path(self) -> Path:
@@ -357,7 +364,8 @@ class ReplayBuffer:
         return True
 
     def _agree_on_settings(self, db: sqlite3.Connection, *, may_move_limits: bool = True) -> BufferSettings:
-        stored = {name: json.loads(value) for name, value in db.execute("SELECT name, value FROM settings")}
+        query = "SELECT name, value FROM settings WHERE name != ?"
+        stored = {name: json.loads(value) for name, value in db.execute(query, (_IDENTITY,))}
         wanted = self._wanted
         if not stored:
             stored = asdict(wanted or BufferSettings())
@@ -418,20 +426,11 @@ class ReplayBuffer:
 def _trajectory_of(row: tuple[Any, ...]) -> RecordedTrajectory:
     fields = dict(zip(_ROW.split(", "), row, strict=True))
     try:
-        trajectory = RecordedTrajectory(
-            **{
-                **fields,
-                "finished": bool(fields["finished"]),
-                "rounds": np.frombuffer(fields["rounds"], "<u2").reshape(-1, 2),
-                "token_ids": np.frombuffer(fields["token_ids"], "<i4"),
-            }
-        )
-        trajectory.check()
+        return RecordedTrajectory.from_stored(fields)
     except ValueError as error:
         raise ReplayBufferError(
             f"Trajectory {fields['id']} of the buffer is damaged ({error}); move the file away, a new one is made."
         ) from error
-    return trajectory
 
 
 def _open_round(db: sqlite3.Connection) -> TrainingRound | None:

@@ -174,6 +174,14 @@ def test_another_target_is_refused_and_limits_may_move(tmp_path):
     assert ReplayBuffer(tmp_path / "buffer.sqlite").settings.target == "org/one"
 
 
+def test_a_buffer_has_an_identity_of_its_own(tmp_path):
+    identity = make_buffer(tmp_path).identity()
+    assert make_buffer(tmp_path).identity() == identity
+    for path in tmp_path.glob("buffer*"):
+        path.unlink()
+    assert make_buffer(tmp_path).identity() != identity
+
+
 def test_only_one_process_trains(tmp_path):
     buffer = make_buffer(tmp_path)
     with buffer.consumer_lock():
