@@ -74,11 +74,14 @@ def describe_estimate(estimate: TrainingEstimate) -> str:
         estimate (`TrainingEstimate`):
             From [`estimate_training`].
     """
+    activations = "plus activations"
+    if estimate.peak_bytes is not None:
+        activations = f"with activations {_gigabytes(estimate.peak_bytes)} of the GPU's memory at most"
     return (
         f"{estimate.trainable_parameters / 1e6:.2f}M trained parameters, {estimate.steps} steps of "
         f"{estimate.step_s:.2f} s: about {format_duration(estimate.total_s)} without evaluations; "
         f"{_gigabytes(estimate.weights_bytes)} of weights and {_gigabytes(estimate.training_bytes)} for gradients, "
-        "optimizer and logits, plus activations."
+        f"optimizer and logits, {activations}."
     )
 
 

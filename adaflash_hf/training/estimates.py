@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.data import DataLoader
 
+from ..errors import InvalidInputError
+
 
 if TYPE_CHECKING:
     from .drafter_trainer import DrafterTrainer
@@ -29,6 +31,8 @@ class TrainingEstimate:
         total_s: Seconds of all steps; evaluations come on top.
         weights_bytes: Drafter and target.
         training_bytes: Gradients, optimizer state and logits; activations come on top.
+        peak_bytes: What the first batch took on a GPU at most, all of that and its activations included; None on a
+            CPU, where nobody counts.
     """
 
     trainable_parameters: int
@@ -37,6 +41,7 @@ class TrainingEstimate:
     total_s: float
     weights_bytes: int
     training_bytes: int
+    peak_bytes: int | None = None
 
 
 def estimate_training(trainer: DrafterTrainer) -> TrainingEstimate:
@@ -46,12 +51,25 @@ def estimate_training(trainer: DrafterTrainer) -> TrainingEstimate:
     Args:
         trainer (`DrafterTrainer`):
             A trainer that has not started.
+
+    Raises:
+        InvalidInputError: the batch does not fit into the GPU's memory.
     """
     args = trainer.args
     dataset = trainer.train_dataset
     loader = DataLoader(dataset, batch_size=args.per_device_train_batch_size, collate_fn=trainer.data_collator)
     batch = trainer._prepare_inputs(next(iter(loader)))
-    batch_s, update_s = _timed_step(trainer, batch)
+    device = args.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        batch_s, update_s = _timed_step(trainer, batch)
+    except torch.OutOfMemoryError as error:
+        raise InvalidInputError(
+            f"`batch_size` is {args.per_device_train_batch_size} and `anchors` {args.anchors_per_trajectory}, and one "
+            f"such batch does not fit into the memory of {device} ({error}). Lower `batch_size` and raise "
+            "`gradient_accumulation` by the same factor, or lower `anchors`."
+        ) from error
     trainer.reset_train_metrics()
 
     batches = -(-len(dataset) // (args.per_device_train_batch_size * args.world_size))
@@ -69,6 +87,7 @@ def estimate_training(trainer: DrafterTrainer) -> TrainingEstimate:
         total_s=steps * step_s,
         weights_bytes=_bytes_of(trainer.model) + _bytes_of(trainer.target_model),
         training_bytes=4 * (count + states) + args.logits_memory_bytes,
+        peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     )
 
 

@@ -46,6 +46,9 @@ def test_tables_show_values_and_reasons():
 def test_an_estimate_is_one_sentence():
     text = describe_estimate(TrainingEstimate(15_800_000, 100, 1.5, 150.0, 2 * 10**9, 5 * 10**8))
     assert "15.80M" in text and "100 steps of 1.50 s" in text and "2 min" in text and "2.00 GB" in text
+    assert "plus activations" in text
+    text = describe_estimate(TrainingEstimate(15_800_000, 100, 1.5, 150.0, 2 * 10**9, 5 * 10**8, 9 * 10**9))
+    assert "with activations 9.00 GB of the GPU's memory" in text
 
 
 def test_progress_prints_lines_where_there_is_no_terminal():

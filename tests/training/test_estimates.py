@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from tiny_models import tiny_drafter, tiny_target
 from tiny_trajectories import make_trajectories
 
+from adaflash_hf.errors import InvalidInputError
 from adaflash_hf.training.drafter_trainer import DrafterTrainer
 from adaflash_hf.training.estimates import estimate_training
 from adaflash_hf.training.training_arguments import DrafterTrainingArguments
 from adaflash_hf.training.trajectory_dataset import TrajectoryDataset
 
 
-def test_an_estimate_counts_and_times_without_changing_anything(tmp_path):
+def test_an_estimate_counts_and_times_without_changing_anything(tmp_path, monkeypatch):
     target = tiny_target("llama")
     dataset = TrajectoryDataset(make_trajectories(tmp_path / "t", target))
     args = DrafterTrainingArguments(
@@ -37,5 +39,13 @@ def test_an_estimate_counts_and_times_without_changing_anything(tmp_path):
     assert estimate.weights_bytes == 4 * (count + sum(p.numel() for p in target.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
     assert all(p.grad is None for p in parameters)
+    assert estimate.peak_bytes is None, "measured on a GPU only"
     args.max_steps = 50
     assert estimate_training(trainer).steps == 50
+
+    def run_out_of_memory(*args, **kwargs):
+        raise torch.OutOfMemoryError("tried to allocate 80 GiB")
+
+    monkeypatch.setattr(trainer, "compute_loss", run_out_of_memory)
+    with pytest.raises(InvalidInputError, match="`batch_size` is 2 and `anchors` 512.*80 GiB"):
+        estimate_training(trainer)
