@@ -32,7 +32,6 @@ TENSORBOARD = "tensorboard"
 _CONFIDENCE_HEAD = "confidence-head"
 _EVALUATIONS = 20
 _MINIMUM_STEPS_BETWEEN_EVALUATIONS = 25
-_FINAL_LEARNING_RATE = 0.02
 
 
 @dataclass
@@ -260,6 +259,7 @@ class TrainingRun:
         import torch
 
         from ..embedded_target import default_dtype
+        from ..training.recipes import schedule_arguments
         from ..training.training_arguments import DrafterTrainingArguments
 
         values = {setting.name: setting.value for setting in settings}
@@ -276,18 +276,12 @@ class TrainingRun:
         per_step = values["batch_size"] * values["gradient_accumulation"] * int(os.environ.get("WORLD_SIZE", "1"))
         steps = self.steps or max(round(-(-rows // per_step) * values["epochs"]), 1)
         fields["max_steps"] = fields.pop("steps", -1)
-        fields["warmup_steps"] = min(values["warmup_steps"], steps // 2)
+        fields |= schedule_arguments(steps, values["warmup_steps"], decay_fraction)
         every = max(steps // _EVALUATIONS, _MINIMUM_STEPS_BETWEEN_EVALUATIONS)
         return DrafterTrainingArguments(
             output_dir=str(self.out / CHECKPOINTS),
             train_only=None if self.only is None else self.only.replace("-", "_"),
             teacher=self.teacher,
-            lr_scheduler_type="warmup_stable_decay",
-            lr_scheduler_kwargs={
-                "num_decay_steps": min(int(steps * decay_fraction), steps - fields["warmup_steps"]),
-                "decay_type": "linear",
-                "min_lr_ratio": _FINAL_LEARNING_RATE,
-            },
             per_device_eval_batch_size=values["batch_size"],
             eval_strategy="steps" if evaluates else "no",
             eval_steps=every,

@@ -21,6 +21,7 @@ from ..errors import InvalidInputError
 from ..training.atomic_files import written_aside
 from ..training.drafter_trainer import DrafterTrainer
 from ..training.initialization import attach_length_head, new_confidence_head
+from ..training.recipes import schedule_arguments
 from ..training.training_arguments import DrafterTrainingArguments
 from .ablation_variants import Variant
 from .head_report import JudgedBlocks, collect_blocks, head_report
@@ -37,7 +38,6 @@ __all__ = ["HEAD", "AblationData", "AblationSettings", "FinishedRun", "planned_r
 # Name of the trained head in a run's own report.
 HEAD = "head"
 _OF_HEADS = {"trained", "head_steps", "head_learning_rate"}
-_FINAL_LEARNING_RATE = 0.02
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,6 @@ def _trainer(
     elif variant.trains == "confidence_head":
         confidence_head = new_confidence_head(drafter)
     steps = common.head_steps if variant.head_of_trained else common.steps
-    warmup_steps = min(common.warmup_steps, steps // 2)
     fields: dict[str, Any] = {
         "output_dir": str(directory),
         "train_only": "drafter" if variant.trains == "nothing" else variant.trains,
@@ -240,13 +239,7 @@ def _trainer(
         "eval_anchors_per_trajectory": common.eval_anchors,
         "learning_rate": common.learning_rate,
         "length_head_learning_rate": common.head_learning_rate,
-        "warmup_steps": warmup_steps,
-        "lr_scheduler_type": "warmup_stable_decay",
-        "lr_scheduler_kwargs": {
-            "num_decay_steps": min(int(steps * common.decay_fraction), steps - warmup_steps),
-            "decay_type": "linear",
-            "min_lr_ratio": _FINAL_LEARNING_RATE,
-        },
+        **schedule_arguments(steps, common.warmup_steps, common.decay_fraction),
         "position_decay": common.position_decay,
         "vocabulary_size": common.vocabulary_size,
         "bf16": common.bf16,

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from .presets import DrafterPreset
 
 
-__all__ = ["Decision", "ShapeDefaults", "Situation", "decide", "decide_shape"]
+__all__ = ["Decision", "ShapeDefaults", "Situation", "decide", "decide_shape", "schedule_arguments"]
 
 Start = Literal["scratch", "init", "length_head", "confidence_head"]
 
 GIVEN = "given"
 # The drafter's configuration calls this otherwise.
 CONFIG_FIELDS = {"layers": "num_hidden_layers"}
+_FINAL_LEARNING_RATE = 0.02
 _FAMILY = "what the DFlash family uses"
 
 
@@ -141,6 +142,30 @@ def decide(situation: Situation, given: Mapping[str, Any], droppable: Collection
         Decision(default.name, chosen[default.name], GIVEN) if default.name in chosen else default
         for default in defaults
     ]
+
+
+def schedule_arguments(steps: int, warmup_steps: int, decay_fraction: float) -> dict[str, Any]:
+    """
+    Fields of `TrainingArguments` for the learning rate of a run: up, constant, and down to 2 % in a straight line.
+
+    Args:
+        steps (`int`):
+            Optimizer steps of the run.
+        warmup_steps (`int`):
+            Steps up, at most half of the run.
+        decay_fraction (`float`):
+            Part of the run that goes down.
+    """
+    warmup_steps = min(warmup_steps, steps // 2)
+    return {
+        "warmup_steps": warmup_steps,
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {
+            "num_decay_steps": min(int(steps * decay_fraction), steps - warmup_steps),
+            "decay_type": "linear",
+            "min_lr_ratio": _FINAL_LEARNING_RATE,
+        },
+    }
 
 
 def _defaults(situation: Situation, chosen: Mapping[str, Any]) -> list[Decision]:

@@ -4,7 +4,7 @@ import pytest
 
 from adaflash_hf.errors import InvalidInputError
 from adaflash_hf.training.presets import find_preset
-from adaflash_hf.training.recipes import ShapeDefaults, Situation, decide, decide_shape
+from adaflash_hf.training.recipes import ShapeDefaults, Situation, decide, decide_shape, schedule_arguments
 
 
 def decisions(start="scratch", on_cpu=True, has_stored_teacher=True, block_size=8, **given):
@@ -42,6 +42,13 @@ def test_a_drafter_with_a_draft_vocabulary_is_trained_on_it():
 def test_a_length_head_alone():
     values = decisions("length_head")
     assert values["length_head_learning_rate"] == 2e-4 and "objective" not in values and "optimizer" not in values
+
+
+def test_the_schedule_fits_any_run():
+    whole = schedule_arguments(100, 20, 0.5)
+    assert whole["warmup_steps"] == 20 and whole["lr_scheduler_kwargs"]["num_decay_steps"] == 50
+    short = schedule_arguments(10, 20, 1.0)
+    assert short["warmup_steps"] == 5 and short["lr_scheduler_kwargs"]["num_decay_steps"] == 5
 
 
 def test_a_confidence_head_alone():
