@@ -37,6 +37,7 @@ def test_there_are_commands_to_check():
         "export",
         "generate",
         "inspect",
+        "prompts",
         "train",
         "trajectories",
     }
