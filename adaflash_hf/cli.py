@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from .commands.ablate import app as ablate
+from .commands.bench import bench
 from .commands.convert import convert
 from .commands.demo import demo
 from .commands.export import export
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(demo)
+app.command()(bench)
 app.command()(prompts)
 app.command()(trajectories)
 app.command()(train)

@@ -34,7 +34,16 @@ if TYPE_CHECKING:
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
 
-__all__ = ["DRAFTING_METHODS", "METHODS", "REFERENCE_METHODS", "BenchMethod", "BenchModels", "build_method"]
+__all__ = [
+    "DRAFTING_METHODS",
+    "METHODS",
+    "REFERENCE_METHODS",
+    "BenchMethod",
+    "BenchModels",
+    "build_method",
+    "needs_drafter",
+    "split_method_name",
+]
 
 DRAFTING_METHODS = ("dflash", "adaflash", "confidence", "cost_aware", "oracle")
 REFERENCE_METHODS = ("transformers", "transformers_cb", "prompt_lookup", "transformers_dflash", "assistant")
@@ -329,7 +338,7 @@ def build_method(name: str, models: BenchModels, via_generate: bool = False) -> 
         via_generate (`bool`, *optional*, defaults to `False`):
             Decode in `generate()`, on padded batches, in place of the engine. Needed for targets it cannot serve.
     """
-    base, parameter = _split_name(name)
+    base, parameter = split_method_name(name)
     _check_models(base, name, models)
     if base in REFERENCE_METHODS:
         return _build_reference(base, name, parameter, models)
@@ -339,7 +348,19 @@ def build_method(name: str, models: BenchModels, via_generate: bool = False) -> 
     return GenerateMethod(name, models, {} if policy is None else {"assistant_model": models.drafter}, policy=policy)
 
 
-def _split_name(name: str) -> tuple[str, str | None]:
+def needs_drafter(name: str) -> bool:
+    """Whether a method, given with or without its parameter, decodes with the drafter."""
+    return split_method_name(name)[0] in (*DRAFTING_METHODS, "transformers_dflash")
+
+
+def split_method_name(name: str) -> tuple[str, str | None]:
+    """
+    A method and its parameter.
+
+    Args:
+        name (`str`):
+            Such as `"dflash"` or `"dflash:4"`.
+    """
     base, _, parameter = name.partition(":")
     if base not in METHODS:
         raise InvalidInputError(f"`method` is {name!r}, expected one of {', '.join(METHODS)}.")
@@ -349,7 +370,7 @@ def _split_name(name: str) -> tuple[str, str | None]:
 
 
 def _check_models(base: str, name: str, models: BenchModels) -> None:
-    if base in (*DRAFTING_METHODS, "transformers_dflash") and models.drafter is None:
+    if needs_drafter(name) and models.drafter is None:
         raise InvalidInputError(f"`method` is {name!r}, which needs a drafter; pass one.")
     if base == "adaflash" and models.drafter is not None and models.drafter.length_head is None:
         raise InvalidInputError(

@@ -74,22 +74,23 @@ class MethodRun:
 @dataclass(frozen=True)
 class Agreement:
     """
-    A method's tokens against those of plain decoding, over all requests and repeats of a cell.
+    A method's answers against those of plain decoding, over all requests and repeats of a cell.
 
     Attributes:
         requests: Requests compared.
         identical: Those with the same tokens in every repeat.
-        near_ties: Those that part only where the target's two best logits are as close as its dtype rounds.
+        near_ties: Those that part only where the target's two best logits are as close as its dtype rounds; None if
+            nobody can tell.
     """
 
     requests: int
     identical: int
-    near_ties: int
+    near_ties: int | None
 
     @property
-    def different(self) -> int:
-        """Requests whose tokens are wrong."""
-        return self.requests - self.identical - self.near_ties
+    def different(self) -> int | None:
+        """Requests whose tokens are wrong; None if nobody can tell."""
+        return None if self.near_ties is None else self.requests - self.identical - self.near_ties
 
 
 @dataclass
@@ -204,8 +205,8 @@ def summarise(
         speedup_spread=(min(speedups), max(speedups)) if speedups else None,
         speedup_over_transformers=statistics.median(over_transformers) if over_transformers else None,
         acceptance_length=merged.acceptance_length if merged is not None and rounds else None,
-        mean_verify_length=1 + merged.drafted_tokens / rounds if merged is not None and rounds else None,
-        draft_time_share=merged.draft_s / spent_s if merged is not None and spent_s else None,
+        mean_verify_length=_mean_verify_length(merged),
+        draft_time_share=_draft_time_share(merged, spent_s),
         token_latency_p50_s=_median([latency.p50 for latency in token_latencies]),
         token_latency_p95_s=_median([latency.p95 for latency in token_latencies]),
         first_token_p50_s=_median([latency.p50 for latency in first_tokens]),
@@ -222,6 +223,19 @@ def summarise(
         acceptance_by_position=[] if merged is None else merged.acceptance_by_position,
         verify_lengths={} if merged is None else merged.verify_lengths,
     )
+
+
+def _mean_verify_length(stats: GenerationStats | None) -> float | None:
+    # A server may tell what was accepted and not what was drafted.
+    if stats is None or not stats.rounds or stats.accepted_tokens > stats.drafted_tokens:
+        return None
+    return 1 + stats.drafted_tokens / stats.rounds
+
+
+def _draft_time_share(stats: GenerationStats | None, spent_s: float) -> float | None:
+    if stats is None or not spent_s or (stats.accepted_tokens and not stats.draft_s):
+        return None
+    return stats.draft_s / spent_s
 
 
 def _ratios(runs: Sequence[MethodRun], others: Sequence[MethodRun] | None) -> list[float]:

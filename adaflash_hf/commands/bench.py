@@ -1,0 +1,250 @@
+"""`adaflash bench`: methods, workloads and concurrencies measured against plain decoding, or running servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InvalidInputError
+from .bench_options import (
+    ApiKeyOption,
+    AssistantOption,
+    BaseUrlsOption,
+    ConcurrenciesOption,
+    ConfidenceHeadOption,
+    DataDirOption,
+    IgnoreEosOption,
+    MaxNewTokensOption,
+    MethodsOption,
+    ModelOption,
+    OutOption,
+    PlotsOption,
+    RepeatsOption,
+    RequestsOption,
+    Via,
+    ViaOption,
+    WarmUpTokensOption,
+    WorkloadsOption,
+)
+from .options import DeviceOption, DrafterOption, Dtype, DtypeOption, PrepackOption, TargetOption
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..evaluation.bench import BenchReport, BenchSettings
+    from ..evaluation.bench_methods import BenchModels
+    from ..evaluation.workloads import Workload
+
+
+__all__ = ["bench"]
+
+_DEFAULT_METHODS = ["plain", "dflash", "adaflash", "cost_aware"]
+
+
+def bench(
+    methods: MethodsOption = None,
+    workloads: WorkloadsOption = None,
+    concurrencies: ConcurrenciesOption = None,
+    requests: RequestsOption = None,
+    max_new_tokens: MaxNewTokensOption = 128,
+    repeats: RepeatsOption = 3,
+    warm_up_tokens: WarmUpTokensOption = 8,
+    ignore_eos: IgnoreEosOption = False,
+    via: ViaOption = Via.ENGINE,
+    target: TargetOption = "smollm2-135m",
+    drafter: DrafterOption = None,
+    assistant: AssistantOption = None,
+    confidence_head: ConfidenceHeadOption = None,
+    dtype: DtypeOption = Dtype.AUTO,
+    device: DeviceOption = None,
+    prepack: PrepackOption = True,
+    data_dir: DataDirOption = None,
+    out: OutOption = Path("adaflash-bench"),
+    plots: PlotsOption = True,
+    base_urls: BaseUrlsOption = None,
+    model: ModelOption = None,
+    api_key: ApiKeyOption = None,
+) -> None:
+    """Measure speed, acceptance, latency and memory against plain decoding of the same target."""
+    from rich.console import Console
+
+    from ..evaluation.bench import BenchSettings
+    from ..evaluation.bench_report import build_bench_table
+    from ..evaluation.workloads import load_workload
+
+    settings = BenchSettings(
+        methods=_names(methods, _DEFAULT_METHODS),
+        concurrencies=_numbers(_names(concurrencies, ["1", "8"])),
+        num_requests=requests,
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        warm_up_tokens=warm_up_tokens,
+        ignore_eos=ignore_eos,
+        via_generate=via is Via.GENERATE,
+    )
+    asked = [load_workload(name, data_dir) for name in _names(workloads, ["blend"])]
+    if plots:
+        _check_matplotlib()
+    messages = Console(stderr=True)
+    writer = _Writer(out)
+    if base_urls:
+        if methods:
+            raise InvalidInputError("`--method` and `--base-url` exclude each other: a server decodes as it does.")
+        report = _bench_servers(base_urls, model, api_key, asked, settings, messages, writer)
+    else:
+        _check_methods(settings.methods)
+        models, tokenizer, environment = _load(
+            settings.methods, target, drafter, assistant, confidence_head, dtype.value, device, prepack, messages
+        )
+        report = _bench_models(models, tokenizer, environment, asked, settings, messages, writer)
+    Console().print(build_bench_table(report.rows))
+    for file in [*writer.files, *(_plot(report, out) if plots else [])]:
+        messages.print(f"Wrote {file}", highlight=False, markup=False)
+
+
+def _names(given: Sequence[str] | None, default: list[str]) -> list[str]:
+    """What was listed, by repeating an option or by commas."""
+    if not given:
+        return default
+    return [name.strip() for part in given for name in part.split(",") if name.strip()]
+
+
+def _numbers(texts: Sequence[str]) -> list[int]:
+    try:
+        return [int(text) for text in texts]
+    except ValueError as error:
+        raise InvalidInputError(f"`--concurrency` is {', '.join(texts)}; expected whole numbers.") from error
+
+
+def _check_methods(methods: Sequence[str]) -> None:
+    """Before anything is loaded."""
+    from ..evaluation.bench_methods import split_method_name
+
+    for name in methods:
+        split_method_name(name)
+
+
+def _check_matplotlib() -> None:
+    """Before minutes of measuring."""
+    from ..evaluation.bench_plots import plot_report
+
+    plot_report([], "")
+
+
+def _plot(report: BenchReport, out: Path) -> list[Path]:
+    from ..evaluation.bench_plots import plot_report
+
+    return plot_report(report.rows, out)
+
+
+class _Writer:
+    """Writes all results so far, so that a run that is cut short was not for nothing."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self.files: list[Path] = []
+
+    def __call__(self, report: BenchReport) -> None:
+        from ..evaluation.bench_report import report_sections
+        from ..evaluation.result_files import write_results
+
+        write_results(self._out, report.as_dict(), "Benchmark", report_sections(report))
+        self.files = [self._out.with_name(self._out.name + suffix) for suffix in (".json", ".md")]
+
+
+def _load(
+    methods: Sequence[str],
+    target: str,
+    drafter: str | None,
+    assistant: str | None,
+    confidence_head: str | None,
+    dtype: str,
+    device: str | None,
+    prepack: bool,
+    console: Console,
+) -> tuple[BenchModels, Any, dict[str, Any]]:
+    """The models that the methods need, their tokenizer, and what numbers depend on."""
+    from transformers import AutoModel
+
+    from ..embedded_target import load_target
+    from ..evaluation.bench import describe_environment
+    from ..evaluation.bench_methods import BenchModels, needs_drafter
+    from ..generation.prepacking import prepack_linear_layers
+    from .loading import load_models
+
+    drafter_model: Any = None
+    if any(needs_drafter(name) for name in methods):
+        target_model, tokenizer, drafter_model = load_models(target, drafter, dtype, device, prepack, console)
+    else:
+        target_model, tokenizer = load_target(target, dtype, device=device)
+        if prepack:
+            prepack_linear_layers(target_model)
+    assistant_model: Any = None
+    if assistant is not None:
+        assistant_model = load_target(assistant, target_model.dtype, device=target_model.device).model
+        if prepack:
+            prepack_linear_layers(assistant_model)
+    head: Any = None
+    if confidence_head is not None:
+        head = AutoModel.from_pretrained(confidence_head, dtype=target_model.dtype).to(target_model.device).eval()
+    pad = tokenizer.pad_token_id
+    models = BenchModels(target_model, drafter_model, assistant_model, head, 0 if pad is None else pad)
+    environment = describe_environment(target_model, drafter_model, prepacked=prepack, assistant=assistant)
+    return models, tokenizer, environment
+
+
+def _bench_models(
+    models: BenchModels,
+    tokenizer: Any,
+    environment: dict[str, Any],
+    workloads: Sequence[Workload],
+    settings: BenchSettings,
+    console: Console,
+    on_cell: Callable[[BenchReport], None],
+) -> BenchReport:
+    from ..evaluation.bench import run_bench
+
+    with console.status("Measuring") as status:
+        return run_bench(
+            models,
+            tokenizer,
+            workloads,
+            settings,
+            environment=environment,
+            on_step=_reporter(console, status),
+            on_cell=on_cell,
+            on_warning=lambda text: console.print(f"Warning: {text}", style="yellow", highlight=False, markup=False),
+        )
+
+
+def _bench_servers(
+    base_urls: Sequence[str],
+    model: str | None,
+    api_key: str | None,
+    workloads: Sequence[Workload],
+    settings: BenchSettings,
+    console: Console,
+    on_cell: Callable[[BenchReport], None],
+) -> BenchReport:
+    from ..evaluation.bench import describe_environment
+    from ..evaluation.bench_server import bench_servers, parse_server
+
+    servers = [parse_server(text, model, api_key) for text in base_urls]
+    with console.status("Measuring") as status:
+        return bench_servers(
+            servers,
+            workloads,
+            settings,
+            environment=describe_environment(),
+            on_step=_reporter(console, status),
+            on_cell=on_cell,
+        )
+
+
+def _reporter(console: Console, status: Any) -> Callable[[str], None]:
+    """A line that changes on a terminal, lines elsewhere."""
+    if console.is_terminal:
+        return lambda text: status.update(text)
+    return lambda text: console.print(text, highlight=False, markup=False)

@@ -1,0 +1,95 @@
+"""Options of `adaflash bench`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+__all__ = [
+    "ApiKeyOption",
+    "AssistantOption",
+    "BaseUrlsOption",
+    "ConcurrenciesOption",
+    "ConfidenceHeadOption",
+    "DataDirOption",
+    "IgnoreEosOption",
+    "MaxNewTokensOption",
+    "MethodsOption",
+    "ModelOption",
+    "OutOption",
+    "PlotsOption",
+    "RepeatsOption",
+    "RequestsOption",
+    "Via",
+    "ViaOption",
+    "WarmUpTokensOption",
+    "WorkloadsOption",
+]
+
+
+class Via(StrEnum):
+    """What our methods decode in."""
+
+    ENGINE = "engine"
+    GENERATE = "generate"
+
+
+MethodsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method",
+        "-m",
+        help="plain, dflash[:rows], adaflash[:scale], confidence[:threshold], cost_aware, oracle; transformers, "
+        "transformers_cb, prompt_lookup[:tokens], transformers_dflash, assistant. Repeat it, or separate names by "
+        "commas. Default: plain, dflash, adaflash, cost_aware.",
+    ),
+]
+WorkloadsOption = Annotated[
+    list[str] | None,
+    typer.Option("--workload", "-w", help="gsm8k, humaneval, vicuna, blend, or a file of prompts; default: blend."),
+]
+ConcurrenciesOption = Annotated[
+    list[str] | None, typer.Option("--concurrency", "-c", help="Requests in flight at once; default: 1,8.")
+]
+RequestsOption = Annotated[
+    int | None, typer.Option("--requests", min=1, help="Requests of each run; default: twice the concurrency.")
+]
+MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")]
+RepeatsOption = Annotated[int, typer.Option("--repeats", min=1, help="Timed runs of each method; medians count.")]
+WarmUpTokensOption = Annotated[
+    int, typer.Option("--warm-up-tokens", min=0, help="Longest answer of the untimed run before.")
+]
+IgnoreEosOption = Annotated[bool, typer.Option("--ignore-eos", help="Let every answer run to its full length.")]
+ViaOption = Annotated[
+    Via, typer.Option("--via", help="What our methods decode in: the engine, or generate() on padded batches.")
+]
+AssistantOption = Annotated[
+    str | None, typer.Option("--assistant", help="Small model of the same vocabulary, for the method assistant.")
+]
+ConfidenceHeadOption = Annotated[
+    str | None, typer.Option("--confidence-head", help="Confidence head for confidence and cost_aware.")
+]
+DataDirOption = Annotated[
+    Path | None,
+    typer.Option("--data-dir", help="Whole test sets in place of the shipped prompts.", exists=True),
+]
+OutOption = Annotated[
+    Path, typer.Option("--out", "-o", help="Results go to this name with .json, .md and -….png added.")
+]
+PlotsOption = Annotated[bool, typer.Option("--plots/--no-plots", help="Also draw pictures; needs matplotlib.")]
+BaseUrlsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--base-url",
+        help="Measure a running OpenAI-compatible server instead, as URL or name=URL; repeat it to compare "
+        "several with the first.",
+    ),
+]
+ModelOption = Annotated[str | None, typer.Option("--model", help="With --base-url: name to ask for.")]
+ApiKeyOption = Annotated[
+    str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="With --base-url: bearer token.")
+]
