@@ -232,6 +232,7 @@ class TrainingRun:
             on_cpu=target_model.device.type == "cpu",
             has_stored_teacher=dataset.teacher_top_k > 0,
             block_size=drafter.config.block_size,
+            hidden_size=drafter.config.hidden_size,
             has_draft_vocabulary=drafter.draft_token_ids is not None,
         )
         settings = decide(situation, self.given, self.droppable)

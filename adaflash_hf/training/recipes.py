@@ -22,6 +22,10 @@ GIVEN = "given"
 CONFIG_FIELDS = {"layers": "num_hidden_layers"}
 _FINAL_LEARNING_RATE = 0.02
 _FAMILY = "what the DFlash family uses"
+_GPU_TRAJECTORIES_PER_STEP = 8
+# Numbers in one layer's hidden states of all blocks of a batch. Autograd keeps some twenty times that for each layer
+# in two bytes each: about 13 GB for five layers.
+_GPU_ACTIVATIONS = 1 << 26
 
 
 class Decision(NamedTuple):
@@ -50,6 +54,7 @@ class Situation:
         on_cpu: Whether the run is on a CPU.
         has_stored_teacher: Whether the trajectories hold the target's likeliest tokens.
         block_size: Of the drafter.
+        hidden_size: Of the drafter.
         has_draft_vocabulary: Whether the drafter drafts some of the tokens alone.
     """
 
@@ -57,6 +62,7 @@ class Situation:
     on_cpu: bool
     has_stored_teacher: bool
     block_size: int
+    hidden_size: int = 1024
     has_draft_vocabulary: bool = False
 
 
@@ -169,16 +175,7 @@ def schedule_arguments(steps: int, warmup_steps: int, decay_fraction: float) -> 
 
 
 def _defaults(situation: Situation, chosen: Mapping[str, Any]) -> list[Decision]:
-    if situation.on_cpu:
-        batch_size = Decision("batch_size", 2, "many small steps: a CPU gains little from larger ones")
-    else:
-        batch_size = Decision("batch_size", 8, "trajectories per step: many anchors share each target forward")
-    batch = [
-        batch_size,
-        Decision("gradient_accumulation", 1, "the batch fits at once"),
-        _anchors(situation),
-        _epochs(situation),
-    ]
+    batch = [*_batch(situation, chosen), _anchors(situation), _epochs(situation)]
     labels = Decision("length_labels", "hindsight", "what the full block would have committed is known afterwards")
     if situation.start == "length_head":
         rate = Decision("length_head_learning_rate", 2e-4, "the paper's, for a head on a frozen drafter")
@@ -250,6 +247,30 @@ def _optimization(situation: Situation, chosen: Mapping[str, Any]) -> list[Decis
     else:
         rates = [Decision("learning_rate", 3e-4, "the paper's")]
     return [optimizer, *rates]
+
+
+def _batch(situation: Situation, chosen: Mapping[str, Any]) -> list[Decision]:
+    if situation.on_cpu:
+        return [
+            Decision("batch_size", 2, "many small steps: a CPU gains little from larger ones"),
+            Decision("gradient_accumulation", 1, "the batch fits at once"),
+        ]
+    per_trajectory = chosen.get("anchors", _anchors(situation).value) * situation.block_size * situation.hidden_size
+    fitting = max(_GPU_ACTIVATIONS // per_trajectory, 1)
+    batch_size = min(1 << (fitting.bit_length() - 1), _GPU_TRAJECTORIES_PER_STEP)
+    if batch_size == _GPU_TRAJECTORIES_PER_STEP:
+        reason = "trajectories per step: many anchors share each target forward"
+    else:
+        reason = "activations grow with anchors, block and width; see the estimate for what is left"
+    accumulation = max(_GPU_TRAJECTORIES_PER_STEP // chosen.get("batch_size", batch_size), 1)
+    return [
+        Decision("batch_size", batch_size, reason),
+        Decision(
+            "gradient_accumulation",
+            accumulation,
+            "the batch fits at once" if accumulation == 1 else f"{_GPU_TRAJECTORIES_PER_STEP} trajectories per step",
+        ),
+    ]
 
 
 def _anchors(situation: Situation) -> Decision:

@@ -27,6 +27,24 @@ def test_a_new_drafter_on_a_gpu_without_soft_targets():
     assert values["anchors"] == 512 and values["vocabulary_size"] == 0 and values["position_decay"] == 7
 
 
+@pytest.mark.parametrize(
+    ("hidden_size", "given", "batch_size", "accumulation"),
+    [
+        (1024, {}, 8, 1),
+        (2048, {}, 4, 2),
+        (4096, {}, 2, 4),
+        (4096, {"anchors": 128}, 8, 1),
+        (4096, {"batch_size": 1}, 1, 8),
+        (4096, {"batch_size": 16}, 16, 1),
+        (65536, {}, 1, 8),
+    ],
+)
+def test_a_gpu_takes_eight_trajectories_a_step_in_pieces_that_fit(hidden_size, given, batch_size, accumulation):
+    made = decide(Situation("scratch", False, True, 16, hidden_size=hidden_size), given)
+    values = {decision.name: decision.value for decision in made}
+    assert (values["batch_size"], values["gradient_accumulation"]) == (batch_size, accumulation)
+
+
 def test_an_existing_drafter_goes_on_with_the_papers_settings():
     values = decisions("init")
     assert values["objective"] == "mixture" and values["hard_label_weight"] == 0.8
