@@ -11,7 +11,7 @@ import typer
 
 from ..errors import InvalidInputError
 from . import train_options as options
-from .options import DeviceOption, Dtype, DtypeOption, TargetOption
+from .options import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption
 
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ HeadDrafterOption = Annotated[
     typer.Option("--head-drafter", help="Trained drafter to compare heads on.  [default: that of --init]"),
 ]
 EvalAnchorsOption = Annotated[int, typer.Option("--eval-anchors", min=1, help="Blocks per held-out trajectory.")]
-TrainedDrafterOption = Annotated[str, typer.Option("--drafter", help="Hub id or directory of a trained drafter.")]
 HeadOption = Annotated[
     list[str] | None,
     typer.Option("--head", help="A length head saved alone, as NAME=DIRECTORY; may be repeated."),
@@ -152,9 +151,9 @@ def objectives(
 @app.command()
 def length_head(
     trajectories: options.TrajectoriesOption,
-    drafter: TrainedDrafterOption,
     out: OutOption,
     target: TargetOption = "smollm2-135m",
+    drafter: DrafterOption = None,
     head: HeadOption = None,
     confidence_head: ConfidenceHeadOption = None,
     scale: ScaleOption = None,
@@ -175,8 +174,9 @@ def length_head(
     from ..evaluation.result_files import write_results
     from ..modeling_confidence_head import ConfidenceHeadModel
     from ..modeling_length_head import LengthHeadModel
-    from .loading import load_drafter
+    from .loading import find_drafter, load_drafter
 
+    drafter = find_drafter(target, drafter)
     named_heads, named_confidences = _named(head, "--head"), _named(confidence_head, "--confidence-head")
     console = Console()
     target_model, _ = load_target(target, dtype.value, device=device, on_progress=console.print)
