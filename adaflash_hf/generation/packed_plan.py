@@ -30,6 +30,8 @@ COST_PER_CALL_BYTES = {"cpu": 230_000.0}
 COST_PER_CALL_BYTES_OF_ACCELERATORS = 1e9
 # Longer runs of queries are never padded together with others.
 MOST_PADDED_ROWS = 64
+# Neither are more than fit a mask of this many entries, times the query heads per key head.
+MOST_MASK_ENTRIES = 8_000_000
 
 
 # Data type, device and number of query heads per key head.
@@ -210,8 +212,12 @@ class _Run:
     def end(self) -> int:
         return self.members[-1][0] + 1
 
+    @property
+    def keys_read(self) -> int:
+        return (self.end - self.begin) * (self.last_key - self.first_key)
+
     def cost(self) -> float:
-        return (self.end - self.begin) * (self.last_key - self.first_key) * (1 + self.rows * COST_PER_QUERY_ROW)
+        return self.keys_read * (1 + self.rows * COST_PER_QUERY_ROW)
 
 
 def _plan_calls(
@@ -267,7 +273,8 @@ def _merge_runs(
                 max(last.last_key, run.last_key),
                 max(last.rows, run.rows),
             )
-            if joined.cost() <= last.cost() + run.cost() + cost_per_call:
+            is_small = joined.rows == 1 or joined.keys_read * joined.rows <= MOST_MASK_ENTRIES
+            if is_small and joined.cost() <= last.cost() + run.cost() + cost_per_call:
                 runs[-1] = joined
                 continue
         runs.append(run)

@@ -115,6 +115,14 @@ def test_neighbours_share_a_call_only_where_padding_is_cheap() -> None:
         assert len(plan_group(group, segments, "cuda", key_bytes).calls) == 1
 
 
+def test_masks_stay_small() -> None:
+    """16 rows over 60,000 keys are a million entries a request; one row each needs hardly any mask."""
+    group, held = group_of([60_000] * 12)
+    for rows, num_calls in ((16, 2), (1, 1)):
+        segments = [Segment(slot, 60_000, 0, rows) for slot in held]
+        assert len(plan_group(group, segments, "cuda", KEY_BYTES).calls) == num_calls
+
+
 def test_long_runs_stand_alone_and_come_in_short_ones() -> None:
     """100 new rows of one request: 64 queries read the first 164 keys, 36 read all 200."""
     group, held = group_of([100, 5])
