@@ -283,7 +283,7 @@ def _stage(record: Mapping[str, Any], number: int) -> dict[str, str]:
 
 
 def _duration(outcome: Mapping[str, Any]) -> str:
-    from .commands.train_display import format_duration
+    from .training.estimates import format_duration
 
     if outcome.get("elapsed_s") is None:
         return ""

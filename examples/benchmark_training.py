@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -35,6 +34,8 @@ from torch import nn
 
 from adaflash_hf import DFlashDrafterConfig, DFlashDrafterModel
 from adaflash_hf.embedded_target import default_dtype
+from adaflash_hf.evaluation.bench import describe_environment
+from adaflash_hf.evaluation.peak_memory import PeakMemory
 from adaflash_hf.evaluation.result_files import markdown_table, write_results
 from adaflash_hf.training.anchors import block_positions, drafter_masks, label_positions, sample_anchors
 from adaflash_hf.training.draft_loss import draft_loss, rows_per_chunk
@@ -62,41 +63,16 @@ SPECULATORS_LOSSES = {"cross-entropy": "ce", "forward KL, full teacher": "kl_div
 SPECFORGE_CHUNKS = {"cross-entropy, chunks of 128 blocks (its default)": 128, "cross-entropy, all at once": 0}
 
 
-class PeakMemory:
-    """Highest memory use above that at the start, in bytes: of the GPU on CUDA, else of the process."""
+class MemoryAboveStart:
+    """Peak memory in bytes above that when made: of the GPU on CUDA, else of this process."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._start = torch.cuda.memory_allocated(device)
-        else:
-            _reset_high_water()
-            self._start = psutil.Process().memory_info().rss
+        self._peak = PeakMemory(device)
+        is_cuda = device.type == "cuda"
+        self._start = torch.cuda.memory_allocated(device) if is_cuda else psutil.Process().memory_info().rss
 
-    def above_start(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device) - self._start
-        return max(_high_water() - self._start, 0)
-
-
-def _reset_high_water() -> None:
-    """Linux can forget the high-water mark; elsewhere it may include the start of the process."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
-
-
-def _high_water() -> int:
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    import resource
-
-    # Bytes on macOS.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    def read_bytes(self) -> int:
+        return max(self._peak.read_bytes() - self._start, 0)
 
 
 def make_head(sizes: dict[str, Any], device: torch.device) -> nn.Linear:
@@ -150,7 +126,7 @@ def measure_memory(sizes: dict[str, Any], name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     device = torch.device(sizes["device"])
     head = make_head(sizes, device)
-    memory = PeakMemory(device)
+    memory = MemoryAboveStart(device)
     shape = (sizes["anchors"], sizes["block_size"])
     rows = torch.randn(*shape, sizes["hidden_size"], device=device).requires_grad_()
     states = torch.randn(*shape, sizes["hidden_size"], device=device, dtype=head.weight.dtype)
@@ -161,7 +137,7 @@ def measure_memory(sizes: dict[str, Any], name: str) -> dict[str, Any]:
     loss = own_loss(rows, labels, teacher, head, objective, sizes)
     loss.backward()
     result = float(loss.detach())
-    return {"loss": result, "seconds": time.perf_counter() - began, "peak_bytes": memory.above_start()}
+    return {"loss": result, "seconds": time.perf_counter() - began, "peak_bytes": memory.read_bytes()}
 
 
 class Problem:
@@ -288,7 +264,7 @@ def measure_throughput(sizes: dict[str, Any], project: str, name: str) -> dict[s
     sys.path.append(sizes["others"])  # behind everything that is installed
     loss_of = PROJECTS[project][0](name)
     problem = Problem(sizes)
-    memory = PeakMemory(problem.device)
+    memory = MemoryAboveStart(problem.device)
     losses, times = [], []
     for _ in range(sizes["steps"] + 1):
         began = time.perf_counter()
@@ -306,7 +282,7 @@ def measure_throughput(sizes: dict[str, Any], project: str, name: str) -> dict[s
         "step_s": step_s,
         "tokens_per_s": sizes["tokens"] / step_s,
         "blocks_per_s": problem.anchors.shape[1] / step_s,
-        "peak_bytes": memory.above_start(),
+        "peak_bytes": memory.read_bytes(),
     }
 
 
@@ -329,16 +305,6 @@ def worker(task: dict[str, Any]) -> None:
     else:
         result = measure_throughput(task["sizes"], task["project"], task["name"])
     sys.stdout.write(json.dumps(result) + "\n")
-
-
-def environment(sizes: dict[str, Any]) -> dict[str, Any]:
-    device = torch.device(sizes["device"])
-    return {
-        "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def run_memory(sizes: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -427,7 +393,7 @@ def main() -> None:
         # Emulated bfloat16 is slower than float32, on processors without instructions for it.
         args["dtype"] = str(default_dtype(args["device"])).removeprefix("torch.")
     results, sections = (run_memory if args["command"] == "memory" else run_throughput)(args)
-    data = {"sizes": args, "environment": environment(args), "results": results}
+    data = {"sizes": args, "environment": describe_environment(), "results": results}
     write_results(out, data, f"Training benchmark: {args['command']}", sections)
     _show("\n\n".join(sections))
 

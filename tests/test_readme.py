@@ -32,6 +32,7 @@ def test_commands_are_accepted(command, capsys):
 
 def test_there_are_commands_to_check():
     assert {command[1] for command in adaflash_commands()} == {
+        "bench",
         "convert",
         "demo",
         "export",
@@ -51,8 +52,8 @@ def test_make_targets_exist():
 
 
 def test_python_compiles():
-    (source,) = blocks("python")
-    compile(source, "README.md", "exec")
+    assert blocks("python")
+    compile("\n".join(blocks("python")), "README.md", "exec")
 
 
 @pytest.mark.parametrize("choices", [LengthPolicy, DraftProposal])

@@ -1,14 +1,19 @@
-"""A trainer of a tiny drafter; run as a program with RANK and WORLD_SIZE set, one process of several that train."""
+"""A trainer of a tiny drafter, alone or as one of several processes that train together.
+
+FSDP is for accelerators only as far as accelerate is concerned; torch's runs on CPUs as well, with gloo.
+"""
 
 from __future__ import annotations
 
 import faulthandler
 import os
-import sys
+import signal
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from tiny_models import tiny_drafter, tiny_target
 from torch.utils.data import Subset
 from transformers import PreTrainedModel, TrainerCallback
@@ -22,7 +27,7 @@ from adaflash_hf.training.trajectory_dataset import TrajectoryDataset
 
 
 LAYER_IDS = [0, 2]
-TIMEOUT_S = 90
+TIMEOUT_S = 240
 
 
 def make_trainer(
@@ -46,7 +51,9 @@ def make_trainer(
         attach_length_head(drafter)
     if lora_rank is not None:
         torch.manual_seed(6)
-        drafter = add_lora(drafter, lora_rank, base_name_or_path="org/base")
+        base = Path(output_dir) / "base"
+        drafter.save_pretrained(base)
+        drafter = add_lora(drafter, lora_rank, base_name_or_path=base)
     defaults = {
         "output_dir": str(output_dir),
         "use_cpu": True,
@@ -68,25 +75,60 @@ def weights_of(trainer: DrafterTrainer) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
 
 
-def main(directory: Path, output_dir: Path) -> None:
-    """Train as this rank and leave weights and held-out metrics in `output_dir`."""
+class KillAt(TrainerCallback):
+    """Ends the process the hard way after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def allow_fsdp_on_cpu() -> None:
+    """Has accelerate take this CPU for an accelerator when it decides whether to shard."""
+    initialize = PartialState.__init__
+
+    def initialize_as_accelerator(self: PartialState, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_XPU
+
+    PartialState.__init__ = initialize_as_accelerator
+
+
+def train_as_rank(rank: int, port: int, directory: Path, output_dir: Path, runs: dict[str, dict[str, Any]]) -> None:
+    """
+    In a process of its own: train as one of two, one run after another, each given by the fields of its trainer.
+
+    Leaves the drafter in `output_dir / name`, and weights and held-out metrics of this rank beside it.
+    """
     torch.set_num_threads(1)
+    os.environ.update(WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     # A process that waits for the other in vain says where, and ends.
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
-    trainer = make_trainer(
-        tiny_target("llama"),
-        directory,
-        output_dir,
-        with_head=True,
-        rows=8,
-        per_device_train_batch_size=1,
-        ddp_backend="gloo",
-    )
-    trainer.train()
-    torch.save([weights_of(trainer), trainer.evaluate()], output_dir / f"rank{os.environ['RANK']}")
+    if any("fsdp" in fields for fields in runs.values()):
+        allow_fsdp_on_cpu()
+    for name, fields in runs.items():
+        fields = dict(fields)
+        kill_at = fields.pop("kill_at", None)
+        trainer = make_trainer(
+            tiny_target("llama"),
+            directory,
+            output_dir / f"{name}-run",
+            rows=8,
+            per_device_train_batch_size=1,
+            ddp_backend="gloo",
+            callbacks=None if kill_at is None else [KillAt(kill_at)],
+            **fields,
+        )
+        before = trainer.evaluate()
+        trainer.train(resume_from_checkpoint=True)
+        weights = trainer.accelerator.get_state_dict(trainer.model)
+        metrics = trainer.evaluate()
+        trainer.save_drafter(output_dir / name)
+        torch.save([weights, before, metrics], output_dir / f"{name}-rank{rank}")
     # Without gloo's clean-up, which now and then waits for ever for a process that has already gone.
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -171,6 +171,7 @@ def length_head(
 
     from ..embedded_target import load_target
     from ..evaluation import head_report as report
+    from ..evaluation.bench import describe_environment
     from ..evaluation.result_files import write_results
     from ..modeling_confidence_head import ConfidenceHeadModel
     from ..modeling_length_head import LengthHeadModel
@@ -211,6 +212,7 @@ def length_head(
         "trajectories": [str(path) for path in trajectories],
         "held_out": len(data.held_out),
     }
+    sources["environment"] = describe_environment(target_model, model)
     sections = report.head_sections(results)
     write_results(out / RESULTS, {**sources, **results}, f"Length heads of {drafter}", sections)
     _show(console, sections, out)
@@ -363,6 +365,7 @@ def _run_all(
     from ..embedded_target import without_progress_bars
     from ..evaluation.ablation_tables import ablation_results, ablation_sections
     from ..evaluation.ablations import FinishedRun, planned_runs, run_ablations
+    from ..evaluation.bench import describe_environment
     from ..evaluation.result_files import write_results
 
     runs = planned_runs(comparisons, seeds)
@@ -375,6 +378,7 @@ def _run_all(
         new += not was_done
         sections = ablation_sections(comparisons, finished, common, seeds)
         results = ablation_results(comparisons, finished, common, seeds)
+        results["environment"] = describe_environment(target_model)
         write_results(out / RESULTS, results, "Ablations", sections)
         left = len(runs) - len(finished)
         rest = f", about {(time.perf_counter() - began) / new * left / 60:.0f} min left" if new and left else ""

@@ -10,6 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import TrainerCallback
 
+from ..training.estimates import format_duration
+
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +24,6 @@ __all__ = [
     "ConsoleCallback",
     "decisions_table",
     "describe_estimate",
-    "format_duration",
     "presets_table",
     "results_table",
 ]
@@ -108,14 +109,6 @@ def results_table(metrics: Mapping[str, float]) -> Table:
         error = metrics["eval_confidence_head_error"]
         table.add_row("confidence head, mean error as a share of the block", f"{error:.3f}")
     return table
-
-
-def format_duration(seconds: float) -> str:
-    """Seconds as a person would say them."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = seconds / 60
-    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"
 
 
 class ConsoleCallback(TrainerCallback):

@@ -164,6 +164,10 @@ class AdaFlashEngine:
         """Requests that wait."""
         return len(self._inbox) + len(self._scheduler.waiting)
 
+    def memory_bytes_for(self, num_tokens: int) -> int:
+        """Bytes of cache that one request takes when it has `num_tokens` tokens, to choose a limit by."""
+        return self._rounds.bytes_for(num_tokens)
+
     def _check_queue(self) -> None:
         if self.queue_depth >= self.max_queue:
             raise EngineQueueFullError(
@@ -173,11 +177,9 @@ class AdaFlashEngine:
 
     def _check_memory(self, prompt_tokens: int, max_length: int | None) -> None:
         limit = self._scheduler.config.memory_limit_bytes
-        if limit is None:
-            return
         total = (max_length or prompt_tokens) + self._rounds.longest_verify_length
         needed = self._scheduler.largest_request_bytes(total)
-        if needed > limit:
+        if limit is not None and needed > limit:
             raise InvalidInputError(
                 f"With up to {max_length} tokens this request may need {needed} bytes of cache, and "
                 f"`memory_limit_bytes` is {limit}, so that it might never finish. Lower `max_new_tokens`, or raise "
@@ -197,9 +199,7 @@ class AdaFlashEngine:
             BaseException: What it fails with now; all its requests fail too.
         """
         if self._stepping == threading.get_ident():
-            raise RuntimeError(
-                "A callback must not wait for tokens or call `step`: it runs between two rounds itself."
-            )
+            raise RuntimeError("A callback must not wait for tokens or call `step`: it runs between rounds itself.")
         with self._step_lock:
             self._check_alive()
             self._stepping = threading.get_ident()

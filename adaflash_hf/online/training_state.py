@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ..errors import DrafterCheckpointError
@@ -107,7 +107,8 @@ class TrainingStateStore:
         try:
             weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
             save_file(weights, partial / "weights.safetensors")
-            save_file(_averages(model, optimizer), partial / "optimizer.safetensors")
+            kind = {"optimizer": type(optimizer).__name__}
+            save_file(_averages(model, optimizer), partial / "optimizer.safetensors", metadata=kind)
             text = json.dumps({"format": _FORMAT, **asdict(progress)}, indent=2)
             (partial / "progress.json").write_text(text + "\n", encoding="utf-8")
             sync_tree(partial)
@@ -150,9 +151,13 @@ class TrainingStateStore:
         progress = _read_progress(path)
         try:
             weights = load_file(path / "weights.safetensors")
-            averages = load_file(path / "optimizer.safetensors")
+            with safe_open(path / "optimizer.safetensors", framework="pt") as file:
+                kind = (file.metadata() or {}).get("optimizer")
+                averages = {name: file.get_tensor(name) for name in file.keys()}
         except (OSError, SafetensorError) as error:
             raise _unusable(path, f"cannot be read ({error})") from error
+        if kind != type(optimizer).__name__:
+            raise _unusable(path, f"is of the optimizer {kind}, not {type(optimizer).__name__}")
         expected = model.state_dict()
         _check_tensors(path, weights, {name: tensor.shape for name, tensor in expected.items()})
         state_dict = _optimizer_state_dict(path, model, optimizer, averages)

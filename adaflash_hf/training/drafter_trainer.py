@@ -117,6 +117,11 @@ class DrafterTrainer(Trainer):
             eval_dataset=eval_dataset,
             callbacks=list(callbacks or []),
         )
+        if self.is_fsdp_enabled and args.use_muon:
+            raise InvalidInputError(
+                "`use_muon` is true, but with FSDP each process has a part of a matrix, and Muon needs whole ones. "
+                "Set it to false, or leave out `fsdp`: a drafter fits on one device."
+            )
         # The drafter's forward takes any keyword, which would make the parent expect it to normalize the loss.
         self.model_accepts_loss_kwargs = False
         self.add_callback(_EpochForCollator(self.data_collator))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .drafter_trainer import DrafterTrainer
 
 
-__all__ = ["TrainingEstimate", "estimate_training"]
+__all__ = ["TrainingEstimate", "estimate_training", "format_duration"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,14 @@ def estimate_training(trainer: DrafterTrainer) -> TrainingEstimate:
         training_bytes=4 * (count + states) + args.logits_memory_bytes,
         peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     )
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as a person would say them."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"
 
 
 def _timed_step(trainer: DrafterTrainer, batch: dict[str, torch.Tensor]) -> tuple[float, float]:

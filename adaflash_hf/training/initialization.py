@@ -206,7 +206,8 @@ def attach_length_head(drafter: DFlashDrafterModel, head_type: str = "mean_linea
     drafter.config.length_head_config = head_config
     drafter.length_head = LengthHeadModel(head_config).to(drafter.device, drafter.dtype)
     # What transformers collects from submodules when the drafter is built; FSDP asks for it.
-    drafter._no_split_modules.update(drafter.length_head._no_split_modules)
+    names: Any = drafter._no_split_modules
+    drafter._no_split_modules = type(names)([*names, *(drafter.length_head._no_split_modules or ())])
     return drafter.length_head
 
 

@@ -8,7 +8,6 @@ from adaflash_hf.commands.train_display import (
     ConsoleCallback,
     decisions_table,
     describe_estimate,
-    format_duration,
     results_table,
 )
 from adaflash_hf.training.estimates import TrainingEstimate
@@ -20,10 +19,6 @@ def printed(*renderables):
     for renderable in renderables:
         console.print(renderable)
     return console.export_text()
-
-
-def test_durations():
-    assert [format_duration(seconds) for seconds in (5, 89, 300, 9000)] == ["5 s", "89 s", "5 min", "2.5 h"]
 
 
 def test_tables_show_values_and_reasons():

@@ -79,7 +79,7 @@ def test_without_a_state_nothing_changes(tmp_path):
 def change_tensor(path, name, change):
     tensors = load_file(path)
     change(tensors)
-    save_file(tensors, path)
+    save_file(tensors, path, metadata={"optimizer": "AdamW"})
     return name
 
 
@@ -113,6 +113,14 @@ def test_unreadable_progress_is_refused(tmp_path, text):
     (tmp_path / "state-00000001" / "progress.json").write_text(text)
     with pytest.raises(DrafterCheckpointError, match="progress|read|format|state"):
         TrainingStateStore(tmp_path).read_progress()
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    model, optimizer = make()
+    step(model, optimizer)
+    TrainingStateStore(tmp_path).save(model, optimizer, TrainingProgress())
+    with pytest.raises(DrafterCheckpointError, match="optimizer AdamW, not MuonWithAdamW"):
+        TrainingStateStore(tmp_path).load(*make(muon=True))
 
 
 def test_another_size_is_refused(tmp_path):

@@ -1,21 +1,14 @@
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 
 import pytest
-import tiny_trainer
 import torch
 from tiny_models import tiny_drafter, tiny_target
-from tiny_trainer import LAYER_IDS, make_trainer, weights_of
+from tiny_trainer import LAYER_IDS, KillAt, make_trainer, weights_of
 from tiny_trajectories import make_trajectories, run_until_killed
-from transformers import TrainerCallback
 
-from adaflash_hf import ConfidenceHeadModel
+from adaflash_hf import ConfidenceHeadModel, DFlashDrafterModel
 from adaflash_hf.errors import DrafterCompatibilityError, InvalidInputError
 from adaflash_hf.training.drafter_trainer import DrafterTrainer, last_complete_checkpoint
 from adaflash_hf.training.initialization import new_confidence_head
@@ -130,17 +123,6 @@ def test_features_on_the_fly_train_the_same_drafter(target, directory, tmp_path)
         torch.testing.assert_close(value, runs[1][name], atol=1e-4, rtol=1e-3)
 
 
-class KillAt(TrainerCallback):
-    """Ends the process the hard way after a step."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.parametrize("use_muon", [True, False])
 def test_killed_and_resumed_gives_the_weights_of_an_uninterrupted_run(target, directory, tmp_path, use_muon):
     # Nine trajectories in five batches, accumulated in pairs: three steps an epoch, the last one of a single batch.
@@ -174,30 +156,6 @@ def test_killed_and_resumed_gives_the_weights_of_an_uninterrupted_run(target, di
     assert torch.equal(whole.model.draft_token_ids, resumed.model.draft_token_ids)
 
 
-@pytest.mark.slow
-def test_two_processes_train_what_one_does(target, directory, tmp_path):
-    fields = {"with_head": True, "per_device_train_batch_size": 1, "rows": 8}
-    alone = make_trainer(target, directory, tmp_path, gradient_accumulation_steps=2, **fields)
-    alone.train()
-    expected = alone.evaluate()
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    command = [sys.executable, tiny_trainer.__file__, str(directory), str(tmp_path)]
-    processes = [
-        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)
-    ]
-    assert [process.wait(timeout=300) for process in processes] == [0, 0]
-    (weights, metrics), (other_weights, other_metrics) = (torch.load(tmp_path / f"rank{rank}") for rank in range(2))
-    assert not changed(weights, other_weights)
-    for name, value in weights_of(alone).items():
-        # Averaged across processes instead of added up over batches.
-        torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=1e-4)
-    for name in ("eval_blocks", "eval_acceptance_length", "eval_loss", "eval_length_head_error"):
-        assert metrics[name] == other_metrics[name] == pytest.approx(expected[name], rel=1e-4)
-
-
 def test_resuming_without_a_checkpoint_starts_anew(target, directory, tmp_path):
     assert last_complete_checkpoint(tmp_path) is None
     trainer = make_trainer(target, directory, tmp_path, num_train_epochs=1)
@@ -224,6 +182,63 @@ def test_float32_weights_train_for_a_bfloat16_target(directory, tmp_path):
     after = weights_of(trainer)
     assert changed(before, after) and all(value.dtype == torch.float32 for value in after.values())
     assert all(value.isfinite().all() for value in after.values())
+
+
+def test_recomputed_activations_give_the_same_weights(target, directory, tmp_path):
+    weights, calls = [], []
+    for gradient_checkpointing in (False, True):
+        trainer = make_trainer(
+            target, directory, tmp_path, num_train_epochs=1, gradient_checkpointing=gradient_checkpointing
+        )
+        count = 0
+
+        def count_call(*args):
+            nonlocal count
+            count += 1
+
+        # Before, not after: recomputing a layer stops when it has what the backward pass needs.
+        trainer.model.layers[0].mlp.register_forward_pre_hook(count_call)
+        trainer.train()
+        weights.append(weights_of(trainer))
+        calls.append(count)
+    assert not changed(*weights)
+    assert calls == [5, 10]  # of five batches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["wrapped", "in_place"])
+def test_a_compiled_drafter_trains_to_the_same_weights(target, directory, tmp_path, how):
+    torch._dynamo.reset()
+    plain = make_trainer(target, directory, tmp_path / "plain", with_head=True, max_steps=2)
+    plain.train()
+    trainer = make_trainer(target, directory, tmp_path / how, with_head=True, max_steps=2)
+    if how == "in_place":
+        trainer.model.compile(backend="eager", dynamic=True)
+    else:
+        compiled = torch.compile(trainer.model, backend="eager", dynamic=True)
+        trainer = DrafterTrainer(compiled, target, trainer.args, trainer.train_dataset)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    trainer.train()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
+    expected = weights_of(plain)
+    for name, value in weights_of(trainer).items():
+        torch.testing.assert_close(value, expected[name.replace("_orig_mod.", "")], atol=1e-6, rtol=1e-5)
+    trainer.save_drafter(tmp_path / "saved")
+    assert DFlashDrafterModel.from_pretrained(tmp_path / "saved").state_dict().keys() == expected.keys()
+
+
+def test_attention_is_that_of_training_only_while_it_trains(target, directory, tmp_path):
+    trainer = make_trainer(target, directory, tmp_path, drafter_attention="eager", num_train_epochs=1)
+    config, seen = trainer.model.config, set()
+    trainer.model.register_forward_pre_hook(lambda *args: seen.add(config._attn_implementation))
+    assert trainer.attention == ("eager", "given") and config._attn_implementation == "sdpa"
+    trainer.evaluate()
+    trainer.train()
+    assert seen == {"eager"} and config._attn_implementation == "sdpa"
+    with pytest.raises(InvalidInputError, match="no backward pass on cpu"):
+        make_trainer(target, directory, tmp_path, drafter_attention="flex_attention")
+    with pytest.raises(InvalidInputError, match="drafter_attention"):
+        make_trainer(target, directory, tmp_path, drafter_attention="flash_attention_2")
 
 
 def test_contradictions_are_refused(target, directory, tmp_path):

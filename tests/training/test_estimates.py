@@ -7,7 +7,7 @@ from tiny_trajectories import make_trajectories
 
 from adaflash_hf.errors import InvalidInputError
 from adaflash_hf.training.drafter_trainer import DrafterTrainer
-from adaflash_hf.training.estimates import estimate_training
+from adaflash_hf.training.estimates import estimate_training, format_duration
 from adaflash_hf.training.training_arguments import DrafterTrainingArguments
 from adaflash_hf.training.trajectory_dataset import TrajectoryDataset
 
@@ -49,3 +49,7 @@ def test_an_estimate_counts_and_times_without_changing_anything(tmp_path, monkey
     monkeypatch.setattr(trainer, "compute_loss", run_out_of_memory)
     with pytest.raises(InvalidInputError, match="`batch_size` is 2 and `anchors` 512.*80 GiB"):
         estimate_training(trainer)
+
+
+def test_durations():
+    assert [format_duration(seconds) for seconds in (5, 89, 300, 9000)] == ["5 s", "89 s", "5 min", "2.5 h"]

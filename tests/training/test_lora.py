@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,9 +14,12 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import hidden
 from tiny_models import random_block, tiny_drafter, tiny_target
+from tiny_trainer import LAYER_IDS, KillAt, make_trainer, weights_of
+from tiny_trajectories import make_trajectories, run_until_killed
 
 from adaflash_hf import DFlashDrafterModel
 from adaflash_hf.errors import DrafterCheckpointError, InvalidInputError
+from adaflash_hf.training.drafter_trainer import last_complete_checkpoint
 from adaflash_hf.training.lora import LORA_TARGET_MODULES, add_lora, is_adapted, load_lora, merge_lora
 
 
@@ -223,3 +227,62 @@ def test_wrong_usage_is_refused(folders):
         merge_lora(base)
     with pytest.raises(DrafterCheckpointError, match="not a PEFT adapter"):
         load_lora(folders / "base")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trajectories")
+    return make_trajectories(path, tiny_target("llama"), teacher_top_k=8, capture_layer_ids=tuple(LAYER_IDS))
+
+
+def train(directory, output_dir, **fields):
+    trainer = make_trainer(tiny_target("llama"), directory, output_dir, with_head=True, lora_rank=2, **fields)
+    before = weights_of(trainer)
+    trainer.train(resume_from_checkpoint=True)
+    after = weights_of(trainer)
+    return trainer, {name for name in before if not torch.equal(before[name], after[name])}
+
+
+@pytest.mark.parametrize(
+    ("train_only", "factors", "head"), [(None, 30, 4), ("drafter", 30, 0), ("length_head", 0, 4)]
+)  # fmt: skip
+def test_training_moves_the_adapter_and_the_head_alone(directory, tmp_path, train_only, factors, head):
+    trainer, moved = train(directory, tmp_path, train_only=train_only, num_train_epochs=1, bf16=True)
+    assert len({name for name in moved if "lora_" in name}) == factors
+    assert len({name for name in moved if "length_head.modules_to_save" in name}) == head
+    assert len(moved) == factors + head
+    trainer.save_drafter(tmp_path / "saved", torch.bfloat16)
+    adapted, merged = load_lora(tmp_path / "saved" / "adapter"), DFlashDrafterModel.from_pretrained(tmp_path / "saved")
+    assert adapted.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
+    expected = trainer.model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in adapted.state_dict().items())
+    assert merged.dtype == torch.bfloat16
+    for name, tensor in merge_lora(adapted).state_dict().items():
+        assert torch.equal(merged.state_dict()[name], tensor.to(torch.bfloat16))
+
+
+def test_killed_and_resumed_an_adapter_ends_as_if_never_interrupted(directory, tmp_path):
+    fields = {"save_strategy": "steps", "save_steps": 4, "gradient_checkpointing": True}
+    whole, _ = train(directory, tmp_path / "whole", **fields)
+    killed = tmp_path / "killed"
+    run_until_killed(lambda: train(directory, killed, callbacks=[KillAt(6)], **fields))
+    checkpoint = last_complete_checkpoint(killed)
+    assert checkpoint.name == "checkpoint-4"
+    # Of the drafter the checkpoint holds the adapter alone.
+    assert (checkpoint / "adapter_model.safetensors").exists() and not (checkpoint / "model.safetensors").exists()
+    resumed, _ = train(directory, killed, **fields)
+    assert resumed.state.global_step == whole.state.global_step == 15
+    expected = weights_of(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(resumed).items())
+
+
+def test_an_adapter_without_the_head_cannot_train_it(directory, tmp_path):
+    trainer = make_trainer(tiny_target("llama"), directory, tmp_path, with_head=True)
+    adapted = add_lora(trainer.model, 2, base_name_or_path=tmp_path, modules_to_save=None)
+    with pytest.raises(InvalidInputError, match="modules_to_save"):
+        type(trainer)(
+            adapted,
+            trainer.target_model,
+            dataclasses.replace(trainer.args, train_only="length_head"),
+            trainer.train_dataset,
+        )
