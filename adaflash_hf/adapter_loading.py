@@ -35,6 +35,11 @@ class AdapterBase:
     name_or_path: str
     revision: str | None = None
 
+    def load_arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """`from_pretrained`'s arguments for the base, made of those for the adapter, which is in another place."""
+        others = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
+        return {**others, "revision": self.revision or "main"}
+
 
 def base_of_adapter(path: Any, hub: Mapping[str, Any]) -> AdapterBase | None:
     """

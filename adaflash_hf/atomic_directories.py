@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .atomic_files import sync_directory, sync_tree
 
-__all__ = ["directory_written_aside", "flush_directory"]
+
+__all__ = ["directory_written_aside"]
 
 
 @contextmanager
@@ -33,20 +35,12 @@ def directory_written_aside(path: Path) -> Iterator[Path]:
         # mkdtemp makes a private directory; a checkpoint is as readable as any other new directory here.
         os.chmod(partial, 0o777 & ~_umask())
         yield partial
-        flush_directory(partial)
+        sync_tree(partial)
         _take_name(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _flush(path.parent)
-
-
-def flush_directory(path: Path) -> None:
-    """Waits until every file below `path`, and the directories' own entries, are on the disk."""
-    for folder, _, names in os.walk(path):
-        for name in names:
-            _flush(Path(folder, name))
-        _flush(Path(folder))
+    sync_directory(path.parent)
 
 
 def _take_name(partial: Path, path: Path) -> None:
@@ -62,14 +56,6 @@ def _take_name(partial: Path, path: Path) -> None:
         os.rename(displaced, path)
         raise
     shutil.rmtree(displaced, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _umask() -> int:

@@ -47,11 +47,7 @@ class StrictCheckpointMixin:
         base = None if path is None else base_of_adapter(path, hub)
         if base is not None:
             adapter_name = kwargs.pop("adapter_name", "default")
-            # These say where the adapter is; its base is elsewhere.
-            kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
-            loaded = cls.from_pretrained(
-                base.name_or_path, *model_args, config=config, revision=base.revision or "main", **kwargs
-            )
+            loaded = cls.from_pretrained(base.name_or_path, *model_args, config=config, **base.load_arguments(kwargs))
             model = loaded[0] if isinstance(loaded, tuple) else loaded
             model.load_adapter(path, adapter_name=adapter_name, adapter_kwargs=hub)
             return loaded

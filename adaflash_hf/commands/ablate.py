@@ -167,7 +167,6 @@ def length_head(
 ) -> None:
     """Judge a drafter's length head, and others, on held-out blocks: error, correlation, tokens kept, rows saved."""
     from rich.console import Console
-    from torch.utils.data import Subset
 
     from ..embedded_target import load_target
     from ..evaluation import head_report as report
@@ -194,10 +193,9 @@ def length_head(
     }
     data = _split(target_model, trajectories, model.config.target_layer_ids, max_tokens, held_out, features)
     # The constant comes from blocks that nothing else is judged on.
-    others = Subset(data.train, range(min(len(data.held_out), len(data.train))))
     judged, calibration = (
         report.collect_blocks(model, target_model, rows, anchors_per_trajectory=eval_anchors)
-        for rows in (data.held_out, others)
+        for rows in (data.held_out, data.calibration)
     )
     results = report.head_report(
         judged,

@@ -59,7 +59,7 @@ def write_config_file(path: Path, options: Mapping[str, Any], comments: Mapping[
     """
     import yaml
 
-    from ..training.atomic_files import written_aside
+    from ..atomic_files import written_aside
 
     lines = []
     for name, value in options.items():

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Subset
 from transformers import PrinterCallback, set_seed
 
+from ..atomic_files import written_aside
 from ..errors import InvalidInputError
-from ..training.atomic_files import written_aside
 from ..training.drafter_trainer import DrafterTrainer
 from ..training.initialization import attach_length_head, new_confidence_head
 from ..training.recipes import schedule_arguments
@@ -96,6 +96,11 @@ class AblationData:
 
     train: Subset
     held_out: Subset
+
+    @property
+    def calibration(self) -> Subset:
+        """As many trajectories as are held out, of those to learn from: a constant length is taken from them."""
+        return Subset(self.train, range(min(len(self.held_out), len(self.train))))
 
 
 @dataclass(frozen=True)
@@ -260,10 +265,9 @@ def _blocks_of_heads(
     drafter: DFlashDrafterModel, target_model: PreTrainedModel, data: AblationData, common: AblationSettings
 ) -> list[JudgedBlocks]:
     """Held-out blocks, and as many others for the constant; the same for all heads and seeds."""
-    others = Subset(data.train, range(min(len(data.held_out), len(data.train))))
     return [
         collect_blocks(drafter, target_model, rows, anchors_per_trajectory=common.eval_anchors)
-        for rows in (data.held_out, others)
+        for rows in (data.held_out, data.calibration)
     ]
 
 

@@ -22,8 +22,10 @@ from ..generation.length_policies import (
     LengthPolicy,
 )
 from ..generation.oracle_policy import OraclePolicy
+from ..training.batched_decoding import eos_token_ids_of
 from .bench_results import PLAIN, Latency, MethodRun, merge_statistics
 from .bench_timing import StepTimer, synchronize
+from .lossless import left_padded, until_end
 from .peak_memory import PeakMemory
 
 
@@ -84,6 +86,7 @@ class BenchMethod(ABC):
         self.name = name
         self._models = models
         self._device = models.target.device
+        self._answers: list[list[int]] = []  # for the oracle
 
     def reason_to_skip(self, concurrency: int) -> str | None:
         """Why this method cannot be measured at a concurrency; None if it can."""
@@ -92,8 +95,9 @@ class BenchMethod(ABC):
     def prepare(self, concurrency: int) -> None:  # noqa: B027 - a hook, most methods need nothing
         """Measures what the method needs to know, outside of all timing."""
 
-    def learn_answers(self, token_ids: Sequence[Sequence[int]]) -> None:  # noqa: B027 - a hook of the oracle
+    def learn_answers(self, token_ids: Sequence[Sequence[int]]) -> None:
         """Takes what plain decoding answers to the coming prompts."""
+        self._answers = [list(ids) for ids in token_ids]
 
     def run(self, prompts: Sequence[list[int]], concurrency: int, max_new_tokens: int) -> MethodRun:
         """
@@ -133,7 +137,6 @@ class EngineMethod(BenchMethod):
     def __init__(self, name: str, models: BenchModels, policy: LengthPolicy | None) -> None:
         super().__init__(name, models)
         self._policy = policy
-        self._answers: list[list[int]] = []
 
     def _engine(self, concurrency: int, max_queue: int = 1) -> AdaFlashEngine:
         drafter = None if self._policy is None else self._models.drafter
@@ -147,9 +150,6 @@ class EngineMethod(BenchMethod):
 
     def prepare(self, concurrency: int) -> None:
         self._engine(concurrency).prepare()
-
-    def learn_answers(self, token_ids: Sequence[Sequence[int]]) -> None:
-        self._answers = [list(ids) for ids in token_ids]
 
     def _run(self, prompts: Sequence[list[int]], concurrency: int, max_new_tokens: int) -> MethodRun:
         engine = self._engine(concurrency, max_queue=len(prompts) + 1)
@@ -212,15 +212,11 @@ class GenerateMethod(BenchMethod):
         self._kwargs = generate_kwargs
         self._is_single = single
         self._policy = policy
-        self._answers: list[list[int]] = []
 
     def reason_to_skip(self, concurrency: int) -> str | None:
         if self._is_single and concurrency > 1:
             return "transformers decodes one prompt at a time this way"
         return None
-
-    def learn_answers(self, token_ids: Sequence[Sequence[int]]) -> None:
-        self._answers = [list(ids) for ids in token_ids]
 
     def _run(self, prompts: Sequence[list[int]], concurrency: int, max_new_tokens: int) -> MethodRun:
         answers: list[list[int]] = []
@@ -247,14 +243,11 @@ class GenerateMethod(BenchMethod):
         )
 
     def _generate(self, prompts: Sequence[list[int]], max_new_tokens: int, timer: StepTimer) -> list[list[int]]:
-        width = max(map(len, prompts))
         pad = self._models.pad_token_id
-        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=self._device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
+        inputs = {name: tensor.to(self._device) for name, tensor in left_padded(prompts, pad).items()}
         policy = {} if self._policy is None else {"length_policy": self._policy}
         output = self._models.target.generate(
-            input_ids=ids,
-            attention_mask=mask,
+            **inputs,
             do_sample=False,
             max_new_tokens=max_new_tokens,
             pad_token_id=pad,
@@ -262,8 +255,8 @@ class GenerateMethod(BenchMethod):
             **self._kwargs,
             **policy,
         )
-        ends = _eos_ids(self._models.target.generation_config)
-        return [_until_end(row, ends) for row in output[:, width:].tolist()]
+        ends = eos_token_ids_of(self._models.target)
+        return [until_end(row, ends) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
 
 
 class ContinuousBatchingMethod(BenchMethod):
@@ -282,12 +275,11 @@ class ContinuousBatchingMethod(BenchMethod):
             max_batch_tokens=max(self._PAGE_TOKENS, concurrency),
             max_requests_per_batch=concurrency,
         )
-        own = self._models.target.generation_config
         config = GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=False,
             # It does not know what None means; no token has this id.
-            eos_token_id=sorted(_eos_ids(own)) or -1,
+            eos_token_id=sorted(eos_token_ids_of(self._models.target)) or -1,
             pad_token_id=self._models.pad_token_id,
         )
         outputs = self._models.target.generate_batch(
@@ -312,17 +304,6 @@ class ContinuousBatchingMethod(BenchMethod):
             token_latency=Latency.of(gaps),
             first_token=Latency.of(waits),
         )
-
-
-def _eos_ids(config: GenerationConfig) -> set[int]:
-    ids = config.eos_token_id
-    return set() if ids is None else set(ids) if isinstance(ids, list | tuple) else {int(ids)}
-
-
-def _until_end(row: list[int], ends: set[int]) -> list[int]:
-    """A row of a padded batch up to its first EOS."""
-    place = next((index for index, token in enumerate(row) if token in ends), len(row) - 1)
-    return row[: place + 1]
 
 
 def build_method(name: str, models: BenchModels, via_generate: bool = False) -> BenchMethod:

@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..errors import InvalidInputError
+from ..generation.length_policies import scaled_verify_lengths
 from ..training.collator import DrafterDataCollator
 from ..training.draft_step import DraftStep
-from ..training.head_labels import scaled_verify_lengths
 from ..training.objectives import DraftObjective
 from .result_files import markdown_table
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from ..training.batched_decoding import eos_token_ids_of
 from .comparison import FirstDifference, find_first_difference
 
 
-__all__ = ["LosslessTally", "generate_batch", "left_padded"]
+__all__ = ["LosslessTally", "generate_batch", "left_padded", "until_end"]
 
 
 def left_padded(prompts: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -50,17 +51,25 @@ def generate_batch(
         **kwargs:
             Passed to `generate()`, `assistant_model` for example.
     """
-    config = target_model.generation_config
-    eos = config.eos_token_id
-    ends = set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
-    pad = config.pad_token_id if config.pad_token_id is not None else min(ends, default=0)
+    ends, pad = eos_token_ids_of(target_model), target_model.generation_config.pad_token_id
+    pad = min(ends, default=0) if pad is None else pad
     inputs = {name: tensor.to(target_model.device) for name, tensor in left_padded(prompts, pad).items()}
     output_ids = target_model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **kwargs)
-    responses = []
-    for row in output_ids[:, inputs["input_ids"].shape[1] :].tolist():
-        end = next((place for place, token in enumerate(row) if token in ends), len(row) - 1)
-        responses.append(tuple(row[: end + 1]))
-    return responses
+    return [tuple(until_end(row, ends)) for row in output_ids[:, inputs["input_ids"].shape[1] :].tolist()]
+
+
+def until_end(token_ids: list[int], eos_token_ids: Collection[int]) -> list[int]:
+    """
+    A row of a padded batch without its padding on the right.
+
+    Args:
+        token_ids (`list[int]`):
+            New tokens.
+        eos_token_ids (`Collection[int]`):
+            The first of these is the last token kept.
+    """
+    end = next((place for place, token in enumerate(token_ids) if token in eos_token_ids), len(token_ids) - 1)
+    return token_ids[: end + 1]
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..training.atomic_files import written_aside
+from ..atomic_files import written_aside
 
 
 __all__ = ["markdown_table", "mean_and_spread", "write_results"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextvars
 import itertools
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .callbacks import Callbacks
 from .compatibility import unwrap_model
 from .engine_requests import FinishReason, RequestResult, RequestStats
 from .sequences import SequenceBatch
@@ -24,8 +24,6 @@ from .stopping import StopRules
 
 
 __all__ = ["DrafterHooks", "RequestLog", "hooks_of", "traffic_domain"]
-
-logger = logging.getLogger(__name__)
 
 _HOOKS: weakref.WeakKeyDictionary[nn.Module, DrafterHooks] = weakref.WeakKeyDictionary()
 _DOMAIN: contextvars.ContextVar[str | None] = contextvars.ContextVar("adaflash_traffic_domain", default=None)
@@ -57,8 +55,7 @@ class DrafterHooks:
 
     def __init__(self) -> None:
         self.drafter_version = 0
-        self._round_callbacks: list[Callable[[], Any]] = []
-        self._finish_callbacks: list[Callable[[RequestResult], Any]] = []
+        self._round_callbacks, self._finish_callbacks = Callbacks("a drafter"), Callbacks("a drafter")
 
     def between_rounds(self, callback: Callable[[], Any]) -> Callable[[], None]:
         """Has `callback()` called before every round, while this thread uses no model.
@@ -66,7 +63,7 @@ class DrafterHooks:
         Returns:
             `Callable`: Call it to end this.
         """
-        return _register(self._round_callbacks, callback)
+        return self._round_callbacks.register(callback)
 
     def on_finished(self, callback: Callable[[RequestResult], Any]) -> Callable[[], None]:
         """Has `callback(result)` called for every sequence of every call, when the call ends.
@@ -74,7 +71,7 @@ class DrafterHooks:
         Returns:
             `Callable`: Call it to end this.
         """
-        return _register(self._finish_callbacks, callback)
+        return self._finish_callbacks.register(callback)
 
     @property
     def is_used(self) -> bool:
@@ -83,11 +80,11 @@ class DrafterHooks:
 
     def before_round(self) -> None:
         """Calls those who asked to be called between rounds."""
-        _call(self._round_callbacks)
+        self._round_callbacks.call()
 
     def finish(self, result: RequestResult) -> None:
         """Calls those who asked for finished requests."""
-        _call(self._finish_callbacks, result)
+        self._finish_callbacks.call(result)
 
 
 def hooks_of(drafter: Any) -> DrafterHooks:
@@ -159,16 +156,3 @@ class RequestLog:
                     stats=stats,
                 )
             )
-
-
-def _register(callbacks: list, callback: Callable) -> Callable[[], None]:
-    callbacks.append(callback)
-    return lambda: callbacks.remove(callback) if callback in callbacks else None
-
-
-def _call(callbacks: list[Callable], *args: Any) -> None:
-    for callback in list(callbacks):
-        try:
-            callback(*args)
-        except Exception:
-            logger.exception("The callback %r of a drafter failed; generation goes on.", callback)

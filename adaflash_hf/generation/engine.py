@@ -15,9 +15,9 @@ from transformers.generation import GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from ..errors import EngineQueueFullError, EngineStoppedError, InvalidInputError
+from .callbacks import Callbacks
 from .compatibility import check_drafter_fits_target, unwrap_model
 from .engine_bench import EngineRoundBench
-from .engine_callbacks import Callbacks
 from .engine_fronts import BackgroundThread
 from .engine_handles import FinishReason, RequestHandle, RequestResult
 from .engine_preparation import RequestPreparation

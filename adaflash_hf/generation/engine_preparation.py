@@ -22,7 +22,7 @@ from .engine_requests import PreparedRequest
 from .request_checks import check_request
 from .routing import DRAFT_PROPOSALS
 from .stopping import StopRules
-from .token_choice import TokenChooser, is_prefix_free
+from .token_choice import is_prefix_free
 
 
 __all__ = ["RequestPreparation"]
@@ -95,7 +95,6 @@ class RequestPreparation:
         rules = StopRules(criteria)
         self._check_length(ids.shape[1], rules)
         do_sample = bool(config.do_sample)
-        TokenChooser(processors, do_sample, 1)
         pad = config._pad_token_tensor
         return PreparedRequest(
             prompt_ids=ids[0].tolist(),

@@ -48,7 +48,6 @@ class _Drafts:
     noise: dict[int, torch.Tensor] = field(default_factory=dict)
     drafted: list[int] = field(default_factory=list)
     context: RoundContext | None = None
-    draft_s: float | None = None
 
 
 @dataclass
@@ -93,7 +92,6 @@ class EngineRounds:
         if self.drafter is not None:
             base = self.drafter.base_drafter
             self._feature_bytes = base.config.context_feature_size * base.dtype.itemsize
-        self._is_cpu = self.target.device.type == "cpu"
 
     @property
     def longest_verify_length(self) -> int:
@@ -196,11 +194,8 @@ class EngineRounds:
         members = [index for index, bound in enumerate(longest) if bound > 1]
         if not members or not self.policy.wants_draft(len(decoding)):
             return drafts
-        started_s = time.perf_counter()
         with self.recorder.phase("draft"):
             self._run_drafter(decoding, members, longest, drafts)
-        # Elsewhere the time would be that of launching kernels, not of running them.
-        drafts.draft_s = time.perf_counter() - started_s if self._is_cpu else None
         return drafts
 
     def _run_drafter(
@@ -384,7 +379,6 @@ class EngineRounds:
             drafted=bool(drafts.drafted),
             committed=committed,
             round_s=None if started_s is None else time.perf_counter() - started_s,
-            draft_s=drafts.draft_s,
         )
         self.policy.observe_round(context, outcome)
 

@@ -30,6 +30,7 @@ __all__ = [
     "RoundContext",
     "RoundOutcome",
     "build_length_policy",
+    "scaled_verify_lengths",
 ]
 
 LENGTH_POLICIES = ("fixed", "length_head", "confidence", "cost_aware")
@@ -90,8 +91,6 @@ class RoundOutcome:
         round_s (`float`, *optional*):
             Seconds from the end of the round before to the end of this one. None if the round also did what others
             do not (a prefill, an admission), so that its time says nothing about drafting.
-        draft_s (`float`, *optional*):
-            Seconds of it in the drafter; None where measuring them would cost a synchronisation.
     """
 
     verify_lengths: Sequence[int]
@@ -100,7 +99,6 @@ class RoundOutcome:
     drafted: bool = True
     committed: int = 0
     round_s: float | None = None
-    draft_s: float | None = None
 
 
 class LengthPolicy(ABC):
@@ -273,9 +271,40 @@ class LengthHeadPolicy(LengthPolicy):
         return self.choose_lengths(drafter, hidden_states, RoundContext([longest] * batch_size, batch_size))
 
     def _predict(self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, longest: int) -> list[int]:
-        ratio = _length_head_of(drafter)(hidden_states).ratio.float()
-        lengths = torch.round(ratio * drafter.config.block_size * self.length_scale)
-        return [int(length) for length in lengths.clamp(min(self.min_verify_length, longest), longest).tolist()]
+        lengths = scaled_verify_lengths(
+            _length_head_of(drafter)(hidden_states).ratio,
+            drafter.config.block_size,
+            self.length_scale,
+            min_verify_length=self.min_verify_length,
+            longest=longest,
+        )
+        return [int(length) for length in lengths.tolist()]
+
+
+def scaled_verify_lengths(
+    ratio: torch.Tensor,
+    block_size: int,
+    length_scale: float,
+    *,
+    min_verify_length: int = 2,
+    longest: int | None = None,
+) -> torch.Tensor:
+    """
+    Rows to verify for a length head's estimates.
+
+    Args:
+        ratio (`torch.Tensor` of any shape): The head's estimates.
+        block_size (`int`): Rows of a block, the anchor included.
+        length_scale (`float`): The paper's gamma.
+        min_verify_length (`int`, defaults to 2): Least rows, the anchor included.
+        longest (`int`, *optional*): Most rows; those of the block when not given.
+
+    Returns:
+        `torch.Tensor` of that shape: Whole numbers.
+    """
+    longest = block_size if longest is None else longest
+    lengths = torch.round(ratio.float() * block_size * length_scale)
+    return lengths.clamp(min(min_verify_length, longest), longest)
 
 
 def _length_head_of(drafter: DFlashDrafterModel) -> LengthHeadModel:

@@ -52,7 +52,7 @@ class FlashCall:
 
     Attributes:
         room (`int`): Which arena.
-        queries (`OnDevice`, *optional*): Packed queries in the order of the call; all of them in order if None.
+        queries (`OnDevice`): Packed queries in the order of the call.
         query_ends, key_ends (`OnDevice`): Running totals from zero on.
         most_queries, most_keys (`int`): Of any request.
         pages (`OnDevice`): For each request the pages of its row, one after the other.

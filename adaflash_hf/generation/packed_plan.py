@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -232,7 +233,7 @@ def _plan_calls(
     for index, place in enumerate(places):
         if segments[index].rows:
             by_arena.setdefault(place.arena.room, []).append((place.row, index))
-    offsets = _offsets([segment.rows for segment in segments])
+    offsets = list(accumulate((segment.rows for segment in segments), initial=0))
     answers = [0] * offsets[-1]
     calls: list[AttentionCall] = []
     base = 0
@@ -327,10 +328,3 @@ def _padded_call(
     is_slice = queries == list(range(first, first + len(queries)))
     selection = slice(first, first + len(queries)) if is_slice else OnDevice(queries)
     return AttentionCall(arena, run.begin, run.end, run.first_key, run.last_key, run.rows, selection, spans)
-
-
-def _offsets(counts: Sequence[int]) -> list[int]:
-    offsets = [0]
-    for count in counts:
-        offsets.append(offsets[-1] + count)
-    return offsets

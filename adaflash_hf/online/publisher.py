@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from filelock import FileLock, Timeout
 
+from ..atomic_files import sync_directory, sync_tree, written_aside
 from ..errors import InvalidInputError, PublishedVersionError
 from ..generation.compatibility import unwrap_model
-from ..training.atomic_files import sync_directory, sync_tree, written_aside
 from ..training.saving import save_trained
 from .published_versions import (
     MANIFEST_FILE,

@@ -13,11 +13,11 @@ import torch
 
 from ..errors import InvalidInputError
 from ..training.collator import DrafterDataCollator
-from ..training.draft_step import DraftStep, StepOutcome, check_trainable
+from ..training.draft_step import DraftStep, check_trainable
 from ..training.lora import add_lora
 from ..training.metrics import DraftMetrics
 from ..training.objectives import DraftObjective
-from ..training.optimizers import LENGTH_HEAD_PREFIX, MuonWithAdamW, parameter_groups
+from ..training.optimizers import MuonWithAdamW, freeze_other_parts, parameter_groups
 from .online_arguments import OnlineTrainingArguments
 from .recorded_trajectory import RecordedTrajectory
 
@@ -102,7 +102,8 @@ class RoundTrainer:
         if arguments.lora_rank is not None:
             base = base_name_or_path or drafter.config.name_or_path or "."
             self.model = add_lora(drafter, arguments.lora_rank, base_name_or_path=base)
-        _freeze(self.model, arguments.trained_parts)
+        if arguments.trained_parts != "both":
+            freeze_other_parts(self.model, arguments.trained_parts)
         self.optimizer = self._new_optimizer()
         trains_drafter = arguments.trained_parts != "length_head"
         objective = arguments.draft_objective if trains_drafter else _CROSS_ENTROPY
@@ -166,7 +167,7 @@ class RoundTrainer:
                 batch = self._collate(collator, members, metrics.domains)
                 with self._autocast():
                     outcome = self._step.run(self.model, batch)
-                    loss = self._loss_of(outcome) / len(group)
+                    loss = outcome.loss_of(self.arguments.trained_parts) / len(group)
                 if not bool(torch.isfinite(loss)):
                     raise DivergedError(f"The loss of round {round_id} is {loss.item()}.")
                 loss.backward()
@@ -220,14 +221,6 @@ class RoundTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _loss_of(self, outcome: StepOutcome) -> torch.Tensor:
-        if self.arguments.trained_parts == "length_head":
-            assert outcome.head is not None
-            return outcome.head.loss
-        if self.arguments.trained_parts == "drafter" or outcome.head is None:
-            return outcome.draft.loss
-        return outcome.draft.loss + outcome.head.loss
-
     def _batches(
         self, trajectories: Sequence[RecordedTrajectory], seed: tuple[int, ...]
     ) -> Iterator[list[RecordedTrajectory]]:
@@ -261,10 +254,3 @@ class RoundTrainer:
             return MuonWithAdamW(groups, arguments.weight_decay, _BETAS)
         plain = [{"params": group["params"], "lr": group["lr"]} for group in groups]
         return torch.optim.AdamW(plain, weight_decay=arguments.weight_decay, betas=_BETAS)
-
-
-def _freeze(model: torch.nn.Module, trained_parts: str) -> None:
-    if trained_parts != "both":
-        for name, parameter in model.named_parameters():
-            if (LENGTH_HEAD_PREFIX in name) != (trained_parts == "length_head"):
-                parameter.requires_grad_(False)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..training.atomic_files import written_aside
+from ..atomic_files import written_aside
 
 
 __all__ = ["STATUS_DIRECTORY", "StatusFile", "read_status"]

@@ -25,8 +25,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from ..atomic_files import sync_directory, sync_tree
 from ..errors import DrafterCheckpointError
-from ..training.atomic_files import sync_directory, sync_tree
 
 
 __all__ = ["TrainingProgress", "TrainingStateStore"]

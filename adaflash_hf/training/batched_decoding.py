@@ -21,7 +21,14 @@ from ..generation.context_features import concatenate_context_features, hidden_s
 from ..generation.target_runner import cache_argument_name
 
 
-__all__ = ["DecodedResponse", "DecodingSettings", "PreallocatedLayer", "decode_batch", "eos_token_ids_of"]
+__all__ = [
+    "DecodedResponse",
+    "DecodingSettings",
+    "PreallocatedLayer",
+    "decode_batch",
+    "eos_token_ids_of",
+    "likeliest_tokens",
+]
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,23 @@ def eos_token_ids_of(target_model: PreTrainedModel) -> tuple[int, ...]:
     return (ids,) if isinstance(ids, int) else tuple(ids)
 
 
+def likeliest_tokens(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    What is kept of a distribution for training.
+
+    Args:
+        logits (`torch.Tensor` of shape `[n, V]`):
+            In float32.
+        top_k (`int`):
+            Tokens of each row.
+
+    Returns:
+        `tuple`: ids, int32, and log-probabilities, float16, both `[n, top_k]`, likeliest first.
+    """
+    top = logits.topk(top_k, dim=-1)
+    return top.indices.int(), (top.values - logits.logsumexp(dim=-1, keepdim=True)).half()
+
+
 @torch.inference_mode()
 def decode_batch(
     target_model: PreTrainedModel,
@@ -244,10 +268,9 @@ class _RunningBatch:
         prompts = self.order[: self.live]
         logits = logits.float()
         if self.settings.teacher_top_k:
-            top = logits.topk(self.settings.teacher_top_k, dim=-1)
-            self._teacher_ids[prompts, self.steps] = top.indices.int()
-            log_probs = top.values - logits.logsumexp(dim=-1, keepdim=True)
-            self._teacher_log_probs[prompts, self.steps] = log_probs.half()
+            ids, log_probs = likeliest_tokens(logits, self.settings.teacher_top_k)
+            self._teacher_ids[prompts, self.steps] = ids
+            self._teacher_log_probs[prompts, self.steps] = log_probs
         if self.settings.temperature > 0:
             logits = logits / self.settings.temperature
             if self._nucleus is not None:

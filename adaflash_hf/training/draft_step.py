@@ -66,6 +66,21 @@ class StepOutcome(NamedTuple):
     head: HeadOutcome | None
     hidden_states: torch.Tensor
 
+    def loss_of(self, part: str | None) -> torch.Tensor:
+        """
+        Loss of what is trained.
+
+        Args:
+            part (`str`, *optional*):
+                `"drafter"` or `"length_head"`; both, as far as there are two, for anything else.
+        """
+        if part == "length_head":
+            assert self.head is not None
+            return self.head.loss
+        if part == "drafter" or self.head is None:
+            return self.draft.loss
+        return self.draft.loss + self.head.loss
+
     def add_to(self, metrics: DraftMetrics, domain_ids: torch.Tensor) -> None:
         """
         Add this batch up.

@@ -17,7 +17,7 @@ from ..errors import UnsupportedGenerationError
 from ..generation.context_features import concatenate_context_features, hidden_states_to_request
 from ..generation.engine import AdaFlashEngine
 from ..generation.length_policies import LengthPolicy
-from .batched_decoding import DecodedResponse, DecodingSettings
+from .batched_decoding import DecodedResponse, DecodingSettings, likeliest_tokens
 
 
 if TYPE_CHECKING:
@@ -153,10 +153,8 @@ def measure_response(
 def _likeliest(logits: torch.Tensor, top_k: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Ids and log-probabilities in pieces of rows, so that no float32 copy of all logits is made."""
     for rows in logits.split(64):
-        rows = rows.float()
-        top = rows.topk(top_k, dim=-1)
-        log_probs = top.values - rows.logsumexp(dim=-1, keepdim=True)
-        yield top.indices.int().cpu(), log_probs.half().cpu()
+        ids, log_probs = likeliest_tokens(rows.float(), top_k)
+        yield ids.cpu(), log_probs.cpu()
 
 
 def _generation_config(settings: DecodingSettings) -> GenerationConfig:

@@ -26,7 +26,7 @@ from .draft_step import DraftStep, StepOutcome, check_trainable
 from .head_labels import slot_verdicts
 from .metrics import DraftMetrics
 from .objectives import DraftObjective
-from .optimizers import LENGTH_HEAD_PREFIX, MuonWithAdamW, parameter_groups
+from .optimizers import LENGTH_HEAD_PREFIX, MuonWithAdamW, freeze_other_parts, parameter_groups
 from .saving import save_trained
 from .training_arguments import DrafterTrainingArguments
 from .trajectory_dataset import TrajectoryDataset
@@ -159,7 +159,7 @@ class DrafterTrainer(Trainer):
     ) -> torch.Tensor | tuple[torch.Tensor, StepOutcome]:
         """Loss of one batch, for each slot and block a mean."""
         outcome = self._run(model, inputs, as_decoding=not self.args.trains_drafter)
-        loss = self._loss_of(outcome)
+        loss = outcome.loss_of(self.args.train_only)
         if self.confidence_head is not None:
             loss = self._confidence_loss(model, outcome, inputs["labels"], self._train_metrics)
         outcome.add_to(self._train_metrics, inputs["domain_ids"])
@@ -260,14 +260,6 @@ class DrafterTrainer(Trainer):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Not counted: the parent's estimate is for one token per row of one stream."""
         return 0
-
-    def _loss_of(self, outcome: StepOutcome) -> torch.Tensor:
-        if self.args.train_only == "length_head":
-            assert outcome.head is not None
-            return outcome.head.loss
-        if self.args.train_only == "drafter" or outcome.head is None:
-            return outcome.draft.loss
-        return outcome.draft.loss + outcome.head.loss
 
     def _run(self, model: Any, inputs: dict[str, torch.Tensor], *, as_decoding: bool) -> StepOutcome:
         drafter = model if self._frozen_drafter is None else self._frozen_drafter
@@ -391,9 +383,7 @@ def _freeze(model: Any, train_only: str | None) -> None:
             "`train_only` is 'length_head', but the drafter has none; call `attach_length_head(drafter)` first."
         )
     if train_only is not None:
-        for name, parameter in model.named_parameters():
-            if (LENGTH_HEAD_PREFIX in name) != (train_only == "length_head"):
-                parameter.requires_grad_(False)
+        freeze_other_parts(model, train_only)
     if train_only != "confidence_head" and not any(parameter.requires_grad for parameter in model.parameters()):
         raise InvalidInputError(
             f"`train_only` is {train_only!r}, but no parameter of that part of the drafter requires a gradient. Of a "

@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ..atomic_files import written_aside
 from ..errors import InvalidInputError
 from ..generation.context_features import concatenate_context_features, hidden_states_to_request
-from .atomic_files import written_aside
 
 
 if TYPE_CHECKING:

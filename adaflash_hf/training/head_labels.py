@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..generation.length_policies import scaled_verify_lengths
 from ..modeling_confidence_head import UNREACHED_LABEL
 from .objectives import IGNORED_LABEL
 
@@ -11,7 +12,6 @@ from .objectives import IGNORED_LABEL
 __all__ = [
     "LENGTH_LABELS",
     "hindsight_length_labels",
-    "scaled_verify_lengths",
     "slot_verdicts",
     "truncated_length_labels",
 ]
@@ -35,29 +35,6 @@ def hindsight_length_labels(accepted: torch.Tensor, block_size: int) -> torch.Te
         `torch.Tensor` of that shape: (accepted + 1) / block_size, at most 1
     """
     return ((accepted + 1) / block_size).clamp(max=1.0)
-
-
-def scaled_verify_lengths(
-    ratio: torch.Tensor, block_size: int, length_scale: float, *, min_verify_length: int = 2
-) -> torch.Tensor:
-    """
-    Rows that decoding verifies for a length head's estimates.
-
-    Args:
-        ratio (`torch.Tensor` of any shape):
-            The head's estimates.
-        block_size (`int`):
-            Rows of a block, the anchor included.
-        length_scale (`float`):
-            The paper's γ.
-        min_verify_length (`int`, *optional*, defaults to 2):
-            Least rows, the anchor included.
-
-    Returns:
-        `torch.Tensor` of that shape, whole numbers
-    """
-    lengths = torch.round(ratio.float() * block_size * length_scale)
-    return lengths.clamp(min(min_verify_length, block_size), block_size)
 
 
 def truncated_length_labels(

@@ -130,8 +130,7 @@ def load_lora(
                 f"{adapter} has no `adapter_config.json`, so it is not a PEFT adapter. A whole drafter is loaded with "
                 "`DFlashDrafterModel.from_pretrained`."
             )
-        others = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
-        base = DFlashDrafterModel.from_pretrained(named.name_or_path, revision=named.revision or "main", **others)
+        base = DFlashDrafterModel.from_pretrained(named.name_or_path, **named.load_arguments(kwargs))
     elif is_adapted(base):
         raise InvalidInputError("`base` already has an adapter; pass the drafter without one.")
     assert base is not None

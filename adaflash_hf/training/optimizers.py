@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-__all__ = ["LENGTH_HEAD_PREFIX", "MuonWithAdamW", "parameter_groups"]
+__all__ = ["LENGTH_HEAD_PREFIX", "MuonWithAdamW", "freeze_other_parts", "parameter_groups"]
 
 LENGTH_HEAD_PREFIX = "length_head."
 
@@ -71,6 +71,21 @@ class MuonWithAdamW(torch.optim.Optimizer):
             use_muon = isinstance(part, torch.optim.Muon)
             part.param_groups = [group for group in self.param_groups if group["use_muon"] == use_muon]
             part.state = self.state
+
+
+def freeze_other_parts(model: torch.nn.Module, part: str) -> None:
+    """
+    Leave the length head out of training, or all but it.
+
+    Args:
+        model (`nn.Module`):
+            A drafter, possibly wrapped; changed in place.
+        part (`str`):
+            `"length_head"`; anything else is what is not the length head.
+    """
+    for name, parameter in model.named_parameters():
+        if (LENGTH_HEAD_PREFIX in name) != (part == "length_head"):
+            parameter.requires_grad_(False)
 
 
 def parameter_groups(

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
+from ..atomic_files import written_aside
 from ..errors import InvalidInputError, MissingDependencyError
-from .atomic_files import written_aside
 from .trajectories import read_settings
 
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from ..atomic_files import PARTIAL_SUFFIX, written_aside
 from ..errors import InvalidInputError, MissingDependencyError
-from .atomic_files import PARTIAL_SUFFIX, written_aside
 from .batched_decoding import DecodedResponse, DecodingSettings, decode_batch, eos_token_ids_of
 from .features import FEATURES_PREFIX, features_path, write_features
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adaflash_hf.training.head_labels import (
-    hindsight_length_labels,
-    scaled_verify_lengths,
-    slot_verdicts,
-    truncated_length_labels,
-)
+from adaflash_hf.generation.length_policies import scaled_verify_lengths
+from adaflash_hf.training.head_labels import hindsight_length_labels, slot_verdicts, truncated_length_labels
 from adaflash_hf.training.metrics import hindsight_acceptance
 from adaflash_hf.training.objectives import IGNORED_LABEL as NONE
 

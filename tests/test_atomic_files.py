@@ -2,7 +2,7 @@
 
 import pytest
 
-from adaflash_hf.training.atomic_files import PARTIAL_SUFFIX, sync_tree, written_aside
+from adaflash_hf.atomic_files import PARTIAL_SUFFIX, sync_tree, written_aside
 
 
 def test_appears_under_its_name(tmp_path):

@@ -1,4 +1,4 @@
-"""Callbacks of the engine, whose failures are theirs alone."""
+"""Callbacks of engines and drafters, whose failures are theirs alone."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ logger = logging.getLogger(__name__)
 
 
 class Callbacks:
-    """Functions that want to be told of something. One that raises is logged, and called again the next time."""
+    """Functions that want to be told of something. One that raises is logged, and called again the next time.
 
-    def __init__(self) -> None:
+    Args:
+        owner (`str`, defaults to `"the engine"`): Whose they are, for the log.
+    """
+
+    def __init__(self, owner: str = "the engine") -> None:
+        self._owner = owner
         self._functions: list[list[Callable[..., Any]]] = []
 
     def register(self, function: Callable[..., Any]) -> Callable[[], None]:
@@ -38,4 +43,8 @@ class Callbacks:
             try:
                 function(*args)
             except Exception:
-                logger.exception("The callback %r of the engine failed; requests go on.", function)
+                logger.exception("The callback %r of %s failed; generation goes on.", function, self._owner)
+
+    def __bool__(self) -> bool:
+        """Whether anybody has registered."""
+        return bool(self._functions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adaflash_hf.generation.engine_callbacks import Callbacks
+from adaflash_hf.generation.callbacks import Callbacks
 
 
 def test_order_failures_and_leaving(caplog: pytest.LogCaptureFixture) -> None:
