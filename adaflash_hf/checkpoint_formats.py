@@ -109,7 +109,7 @@ def native_config_dict(config_dict: dict[str, Any], source: str = "this checkpoi
     native["block_layout"] = "anchor_first" if is_anchor_first else "anchor_then_masks"
     native.update({name: fields[name] for name in OPTIONAL_DFLASH_FIELDS if fields.get(name) is not None})
     native.update(_attention_fields(config_dict, nested))
-    native.update(_length_head_fields(config_dict, nested))
+    native.update(_extra_fields(config_dict, nested))
     return native
 
 
@@ -170,11 +170,12 @@ def _check_depth(native: dict[str, Any], source: str) -> None:
         )
 
 
-def _length_head_fields(config_dict: dict[str, Any], nested: dict[str, Any]) -> dict[str, Any]:
-    """The length head as this package's plugin export describes it, or as the AdaFlash authors' flags do."""
-    described = (config_dict.get("adaflash_config") or {}).get("length_head")
-    if described:
-        return {"length_head_config": dict(described)}
+def _extra_fields(config_dict: dict[str, Any], nested: dict[str, Any]) -> dict[str, Any]:
+    """What this package's plugin export adds to z-lab's format, or the length head that the authors' flags declare."""
+    added = config_dict.get("adaflash_config") or {}
+    fields = {"length_head_config": added.get("length_head"), "draft_vocab_size": added.get("draft_vocab_size")}
+    if any(value is not None for value in fields.values()):
+        return fields
     if nested.get("use_thresh_head_two_model"):
         size = nested.get("thresh_head_bottleneck_dim", 256)
         return {"length_head_config": {"head_type": "mean_last_residual", "bottleneck_size": size}}

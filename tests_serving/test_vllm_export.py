@@ -19,7 +19,7 @@ from adaflash_hf import DFlashDrafterModel
 from adaflash_hf.commands.loading import find_drafter
 from adaflash_hf.embedded_target import EMBEDDED_TARGET_NAME, embedded_target_directory, load_target
 from adaflash_hf.evaluation.prompts import encode_prompt, load_demo_prompts
-from adaflash_hf.serving.formats import TargetFiles, WriteOptions, convert_drafter
+from adaflash_hf.serving.formats import ReadOptions, TargetFiles, WriteOptions, convert_drafter
 from adaflash_hf.serving.inspection import inspect_drafter
 
 
@@ -46,6 +46,15 @@ class Workload:
         self.prompts = [inputs["input_ids"][0].tolist() for inputs in encoded]
         self.target = str(embedded_target_directory())
         self.drafter = find_drafter(EMBEDDED_TARGET_NAME, None)
+        # The Hub id that the drafter names cannot be reached from everywhere; a directory can.
+        self.files = TargetFiles(self.target)
+
+    def export(self, drafter: str | Path, out: Path, format_name: str) -> DFlashDrafterModel:
+        """Writes a drafter for vLLM and returns what the files hold, read back."""
+        convert_drafter(drafter, out, format_name, write_options=WriteOptions(target=self.files))
+        back = out.with_name("back")
+        convert_drafter(out, back, "native", ReadOptions(target=self.files))
+        return DFlashDrafterModel.from_pretrained(back, dtype=torch.float32).eval()
 
     def generate(self, drafter: DFlashDrafterModel | None) -> list[list[int]]:
         """Greedy continuations, with `generate()`."""
@@ -103,9 +112,12 @@ def plain(workload: Workload, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def check(
-    answer: dict[str, Any], plain: dict[str, Any], workload: Workload, export: Path, least_tau: float = 1.3
+    answer: dict[str, Any],
+    plain: dict[str, Any],
+    workload: Workload,
+    drafter: DFlashDrafterModel,
+    least_tau: float = 1.3,
 ) -> None:
-    drafter = DFlashDrafterModel.from_pretrained(export, dtype=torch.float32).eval()
     ours = workload.generate(drafter)
     assert answer["token_ids"] == plain["token_ids"], "vLLM with and without the drafter"
     assert answer["token_ids"] == ours, "vLLM and generate()"
@@ -122,45 +134,46 @@ def check(
 
 
 def test_the_export_serves(workload: Workload, plain: dict[str, Any], tmp_path: Path) -> None:
+    """With the draft vocabulary of the shipped drafter: rows of the target's LM head and a table of offsets there."""
     assert plain["token_ids"] == workload.generate(None)
-    _, written = convert_drafter(workload.drafter, tmp_path / "out", "vllm")
-    assert inspect_drafter(tmp_path / "out").as_dict()["engines"]["vllm"]["outlook"] == "ready"
-    draft_length = written.holds.config.draft_length
-    answer = run_vllm(tmp_path, workload, drafter=str(tmp_path / "out"), num_speculative_tokens=draft_length)
-    check(answer, plain, workload, tmp_path / "out")
+    out = tmp_path / "out"
+    drafter = workload.export(workload.drafter, out, "vllm")
+    looked_at = inspect_drafter(out, ReadOptions(target=workload.files)).as_dict()
+    assert looked_at["engines"]["vllm"]["outlook"] == "ready"
+    answer = run_vllm(
+        tmp_path, workload, drafter=str(out), num_speculative_tokens=looked_at["drafter"]["draft_length"]
+    )
+    check(answer, plain, workload, drafter)
+
+
+def test_a_drafter_of_all_tokens_serves(workload: Workload, plain: dict[str, Any], tmp_path: Path) -> None:
+    drafter = DFlashDrafterModel.from_pretrained(workload.drafter)
+    drafter.set_draft_vocabulary(None)
+    drafter.save_pretrained(tmp_path / "native")
+    drafter = workload.export(tmp_path / "native", tmp_path / "out", "vllm")
+    assert drafter.draft_token_ids is None
+    answer = run_vllm(
+        tmp_path, workload, drafter=str(tmp_path / "out"), num_speculative_tokens=drafter.config.draft_length
+    )
+    check(answer, plain, workload, drafter)
 
 
 def test_the_speculators_export_serves_by_itself(workload: Workload, plain: dict[str, Any], tmp_path: Path) -> None:
     """`vllm serve OUT`: the files name the target, the method and the number of drafts."""
-    convert_drafter(workload.drafter, tmp_path / "native", "native")
-    config = tmp_path / "native" / "config.json"
-    fields = json.loads(config.read_text())
-    # The Hub id it names cannot be reached from everywhere; a directory can.
-    config.write_text(json.dumps({**fields, "target_model_name_or_path": workload.target}))
-    target = TargetFiles(workload.target)
-    convert_drafter(tmp_path / "native", tmp_path / "out", "speculators", write_options=WriteOptions(target=target))
-    answer = run_vllm(tmp_path, workload, target=str(tmp_path / "out"))
-    convert_drafter(tmp_path / "out", tmp_path / "back", "native")
-    check(answer, plain, workload, tmp_path / "back")
-
-
-def test_a_draft_vocabulary_serves(workload: Workload, plain: dict[str, Any], tmp_path: Path) -> None:
-    """Rows of the target's LM head and a table of offsets there, a list of token ids here."""
-    drafter = DFlashDrafterModel.from_pretrained(workload.drafter)
-    drafter.set_draft_vocabulary(torch.arange(0, drafter.config.vocab_size, 2))
-    drafter.save_pretrained(tmp_path / "native")
-    options = WriteOptions(target=TargetFiles(workload.target))
-    convert_drafter(tmp_path / "native", tmp_path / "out", "vllm", write_options=options)
-    answer = run_vllm(tmp_path, workload, drafter=str(tmp_path / "out"), num_speculative_tokens=7)
-    check(answer, plain, workload, tmp_path / "native", least_tau=1.0)
+    native = tmp_path / "native"
+    convert_drafter(workload.drafter, native, "native")
+    fields = json.loads((native / "config.json").read_text())
+    (native / "config.json").write_text(json.dumps({**fields, "target_model_name_or_path": workload.target}))
+    drafter = workload.export(native, tmp_path / "out", "speculators")
+    check(run_vllm(tmp_path, workload, target=str(tmp_path / "out")), plain, workload, drafter)
 
 
 def test_a_length_head_is_refused_as_inspect_says(workload: Workload, tmp_path: Path) -> None:
-    convert_drafter(workload.drafter, tmp_path / "plugin", "sglang-plugin")
-    config = tmp_path / "plugin" / "config.json"
-    fields = json.loads(config.read_text())
-    config.write_text(json.dumps({**fields, "architectures": ["DFlashDraftModel"]}))
-    outlook = inspect_drafter(tmp_path / "plugin").as_dict()["engines"]["vllm"]
-    assert outlook["outlook"] == "refuses" and "length_head" in outlook["reason"]
-    with pytest.raises(RuntimeError, match="no module or parameter named .*length_head"):
-        run_vllm(tmp_path, workload, drafter=str(tmp_path / "plugin"), num_speculative_tokens=7)
+    out = tmp_path / "plugin"
+    convert_drafter(workload.drafter, out, "sglang-plugin")
+    fields = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**fields, "architectures": ["DFlashDraftModel"]}))
+    outlook = inspect_drafter(out).as_dict()["engines"]["vllm"]
+    assert outlook["outlook"] == "refuses"
+    with pytest.raises(RuntimeError, match="no module or parameter named"):
+        run_vllm(tmp_path, workload, drafter=str(out), num_speculative_tokens=7)

@@ -53,6 +53,8 @@ def read_draft_vocabulary(
     Raises:
         DrafterCheckpointError: The head was trained, or the offsets make no sense.
     """
+    if "draft_token_ids" in checkpoint.tensors:
+        return DraftVocabulary()  # as this package writes it
     size = checkpoint.config.get("draft_vocab_size")
     config.pop("draft_vocab_size", None)
     if _OFFSETS not in checkpoint.tensors:

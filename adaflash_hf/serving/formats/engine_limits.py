@@ -139,10 +139,10 @@ _RULES: tuple[tuple[bool, tuple[str, ...], Callable[[DFlashDrafterConfig], bool]
     ),
     (
         False,
-        ("z-lab", "adaflash-authors", "sglang", "sglang-plugin"),
+        ("z-lab", "adaflash-authors", "sglang"),
         lambda config: config.draft_vocab_size is not None,
         "The draft vocabulary of {config.draft_vocab_size} tokens is left out: {reader} drafts among all "
-        "{config.vocab_size}. Output stays the target's, but acceptance may differ.",
+        "{config.vocab_size}. The output stays the target's, but drafts of untrained tokens lose acceptance.",
     ),
     (
         False,

@@ -1,10 +1,10 @@
-"""For this package's SGLang plugin, algorithm ADAFLASH: as for SGLang's DFLASH, and the length head.
+"""For this package's SGLang plugin, algorithm ADAFLASH: as for DFLASH, with length head and draft vocabulary.
 
 The contract with the plugin, version 1. config.json is that of z-lab's format, except that
 
 - `architectures` is `["AdaFlashDraftModel"]`, so that an SGLang without the plugin refuses it by name;
 - `adaflash_config` is `{"format_version": 1, "length_head": null or {"head_type": "mean_linear" or
-  "mean_last_residual", "bottleneck_size": int}}`.
+  "mean_last_residual", "bottleneck_size": int}, "draft_vocab_size": null or int}`.
 
 The weights are one `model.safetensors` in bfloat16: the tensors of a DFlash drafter, and with a length head those of
 [`LengthHeadModel`] under the prefix `length_head.` (H is the hidden size, b the bottleneck):
@@ -16,7 +16,8 @@ The weights are one `model.safetensors` in bfloat16: the tensors of a DFlash dra
   x + SiLU(`length_head.res.0.weight` [b, b] x + `length_head.res.0.bias` [b]), then `out` and a sigmoid in float32.
 
 The result estimates (accepted drafts + 1) / block_size; the head's input is the drafter's output after its final norm.
-Blocks are always `anchor_then_masks`.
+Blocks are always `anchor_then_masks`. With a `draft_vocab_size` n there is `draft_token_ids` [n], int64 and ascending:
+the drafter multiplies the target's LM head for these rows alone and drafts the token that the likeliest of them is.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _read(checkpoint: StoredCheckpoint, options: ReadOptions) -> Reading:
 
 def _write(bundle: DrafterBundle, options: WriteOptions) -> DrafterForm:
     notes = refuse_what_is_lost(bundle.config, "sglang-plugin")
-    holds, rounding = without_extras(bundle, options, keep_length_head=True)
+    holds, rounding = without_extras(bundle, options, keep_length_head=True, keep_draft_vocabulary=True)
     head = holds.config.length_head_config
     if head is None:
         notes.append("The drafter has no length head; the plugin verifies whole blocks, as DFLASH does.")
@@ -58,7 +59,11 @@ def _write(bundle: DrafterBundle, options: WriteOptions) -> DrafterForm:
     config = {
         **zlab_config(holds.config),
         "architectures": [PLUGIN_ARCHITECTURE],
-        "adaflash_config": {"format_version": FORMAT_VERSION, "length_head": described},
+        "adaflash_config": {
+            "format_version": FORMAT_VERSION,
+            "length_head": described,
+            "draft_vocab_size": holds.config.draft_vocab_size,
+        },
         "dtype": dtype_name(holds.tensors),
     }
     return DrafterForm(config=config, tensors=holds.tensors, holds=holds, notes=notes + rounding)

@@ -44,7 +44,7 @@ def test_what_the_plugin_finds(head: dict | None, shapes: dict[str, list[int]], 
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["AdaFlashDraftModel"]
     assert config["model_type"] == "qwen3"
-    assert config["adaflash_config"] == {"format_version": 1, "length_head": head}
+    assert config["adaflash_config"] == {"format_version": 1, "length_head": head, "draft_vocab_size": None}
     assert config["block_size"] == 4
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     found = {name: list(tensor.shape) for name, tensor in tensors.items() if name.startswith("length_head.")}
@@ -54,3 +54,14 @@ def test_what_the_plugin_finds(head: dict | None, shapes: dict[str, list[int]], 
     # The same files are a drafter for generate().
     loaded = DFlashDrafterModel.from_pretrained(tmp_path / "out")
     assert (loaded.length_head is None) == (head is None)
+
+
+def test_the_draft_vocabulary_is_a_list_of_tokens(tmp_path: Path) -> None:
+    drafter = tiny_drafter()
+    drafter.set_draft_vocabulary(torch.tensor([2, 7, 90]))
+    write_drafter(DrafterBundle(drafter.config, drafter.state_dict(), "memory"), tmp_path / "out", "sglang-plugin")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["adaflash_config"]["draft_vocab_size"] == 3
+    token_ids = load_file(tmp_path / "out" / "model.safetensors")["draft_token_ids"]
+    assert token_ids.dtype == torch.int64 and token_ids.tolist() == [2, 7, 90]
+    assert DFlashDrafterModel.from_pretrained(tmp_path / "out").draft_token_ids.tolist() == [2, 7, 90]
