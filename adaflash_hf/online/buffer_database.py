@@ -19,7 +19,7 @@ from ..errors import ReplayBufferError
 __all__ = ["APPLICATION_ID", "HELD_OUT", "SCHEMA_VERSION", "TRAINED", "WAITING", "BufferDatabase"]
 
 APPLICATION_ID = 0x41644146  # "AdAF"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 WAITING, TRAINED, HELD_OUT = range(3)  # states of a trajectory
 
 _SCHEMA = """
@@ -39,7 +39,8 @@ CREATE TABLE trajectories (
     request_id TEXT UNIQUE,
     rounds BLOB NOT NULL,  -- pairs of uint16: rows verified, drafts accepted
     token_ids BLOB NOT NULL,  -- int32
-    text TEXT
+    text TEXT,
+    version_spans TEXT  -- JSON; null if one version drafted all
 );
 CREATE INDEX by_state ON trajectories (state, id);
 CREATE INDEX by_domain ON trajectories (domain, state, id);
@@ -69,6 +70,9 @@ CREATE TABLE members (
     round_id INTEGER NOT NULL REFERENCES rounds (id)
 );
 """
+
+# What makes a file of an earlier version one of the next.
+_UPGRADES = {1: "ALTER TABLE trajectories ADD COLUMN version_spans TEXT"}
 
 _ADVICE = {
     "SQLITE_FULL": "the disk (or its quota) is full; free some space, writing then goes on by itself",
@@ -171,7 +175,7 @@ class BufferDatabase:
         connection.execute("PRAGMA foreign_keys = ON")
         if is_new:
             _create_schema(connection)
-        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        version = _upgrade_schema(connection)
         if version != SCHEMA_VERSION:
             raise ReplayBufferError(
                 f"`buffer` is {str(self.path)!r}, whose schema version is {version}; this adaflash_hf reads "
@@ -218,6 +222,24 @@ def _create_schema(connection: sqlite3.Connection) -> None:
     except BaseException:
         _roll_back(connection)
         raise
+
+
+def _upgrade_schema(connection: sqlite3.Connection) -> int:
+    """Brings a file of an earlier version to this one's, and returns the version it then has."""
+    version: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version not in _UPGRADES:
+        return version
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        # Another process may have been first.
+        while (version := connection.execute("PRAGMA user_version").fetchone()[0]) in _UPGRADES:
+            connection.execute(_UPGRADES[version])
+            connection.execute(f"PRAGMA user_version = {version + 1}")
+        connection.execute("COMMIT")
+    except BaseException:
+        _roll_back(connection)
+        raise
+    return version
 
 
 def _statements(script: str) -> Iterator[str]:

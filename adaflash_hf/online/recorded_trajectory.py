@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ class RecordedTrajectory:
         created_s: When it ended, in seconds since the epoch.
         request_id: What a collector that may deliver twice knows it by; a second one with the same id is dropped.
         text: The decoded response, if the recorder was asked to keep it.
+        version_spans: Which version drafted which tokens, if it changed meanwhile: triples of a version and a
+            half-open range of response tokens, without gaps. Empty if one version drafted all.
         id: Number in the buffer; 0 before it is there.
     """
 
@@ -50,6 +53,7 @@ class RecordedTrajectory:
     created_s: float = field(default_factory=time.time)
     request_id: str | None = None
     text: str | None = None
+    version_spans: tuple[tuple[int, int, int], ...] = ()
     id: int = 0
 
     @classmethod
@@ -98,7 +102,8 @@ class RecordedTrajectory:
             "rounds": np.frombuffer(fields["rounds"], _ROUNDS).reshape(-1, 2),
             "token_ids": np.frombuffer(fields["token_ids"], _TOKENS),
         }
-        trajectory = cls(**{**fields, **arrays, "finished": bool(fields["finished"])})
+        spans = tuple(tuple(span) for span in json.loads(fields["version_spans"] or "[]"))
+        trajectory = cls(**{**fields, **arrays, "version_spans": spans, "finished": bool(fields["finished"])})
         trajectory.check()
         return trajectory
 
@@ -133,7 +138,11 @@ class RecordedTrajectory:
             return None
         if len(self.token_ids) <= max_tokens:
             return self
-        return RecordedTrajectory(**{**vars(self), "token_ids": self.token_ids[:max_tokens], "finished": False})
+        length = max_tokens - self.prompt_length
+        spans = tuple(
+            (version, start, min(end, length)) for version, start, end in self.version_spans if start < length
+        )
+        return replace(self, token_ids=self.token_ids[:max_tokens], version_spans=spans, finished=False)
 
     def check(self) -> None:
         """Raise [`InvalidInputError`] if it is not what the target can have said."""
@@ -144,6 +153,16 @@ class RecordedTrajectory:
             )
         if int(self.token_ids.min()) < 0:
             raise InvalidInputError(f"`token_ids` holds {int(self.token_ids.min())}; ids are not negative.")
+        ends = [0, *(end for _, _, end in self.version_spans)]
+        if self.version_spans and (
+            [start for _, start, _ in self.version_spans] != ends[:-1]
+            or ends[-1] != self.num_response_tokens
+            or sorted(set(ends)) != ends
+        ):
+            raise InvalidInputError(
+                f"`version_spans` is {self.version_spans} for {self.num_response_tokens} response tokens; the ranges "
+                "must follow each other and cover the response."
+            )
 
     def example(self, domain_id: int, max_tokens: int | None = None) -> dict[str, Any]:
         """

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import InvalidInputError, ReplayBufferError
 from ..generation.drafter_hooks import hooks_of
@@ -25,7 +25,7 @@ from .recorded_trajectory import RecordedTrajectory
 from .replay_buffer import BufferSettings, ReplayBuffer
 
 
-__all__ = ["RecorderCounts", "TrajectoryRecorder"]
+__all__ = ["PendingTrajectory", "RecorderCounts", "TrajectoryRecorder"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,13 @@ class RecorderCounts:
     lost: int = 0
     write_failures: int = 0
     last_error: str = ""
+
+
+class PendingTrajectory(Protocol):
+    """A finished request of which the recorder's thread has yet to make a trajectory."""
+
+    def trajectory(self) -> RecordedTrajectory | None:
+        """The trajectory; None if there is nothing to learn from. What it raises is counted and logged."""
 
 
 class TrajectoryRecorder:
@@ -99,7 +106,7 @@ class TrajectoryRecorder:
     ) -> None:
         self._path, self._settings = Path(buffer), settings
         self._max_tokens, self._flush_interval_s, self._decode_text = max_tokens, flush_interval_s, decode_text
-        self._queue: queue.Queue[RequestResult] = queue.Queue(max_queue)
+        self._queue: queue.Queue[RequestResult | PendingTrajectory] = queue.Queue(max_queue)
         self._counts = RecorderCounts()
         self._closing, self._idle = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -144,12 +151,12 @@ class TrajectoryRecorder:
         """
         return self._attached(engine.on_finished(self.record))
 
-    def record(self, result: RequestResult) -> None:
+    def record(self, result: RequestResult | PendingTrajectory) -> None:
         """
         Hand over a finished request; takes microseconds and never fails.
 
         Args:
-            result (`RequestResult`):
+            result (`RequestResult` or `PendingTrajectory`):
                 The request.
         """
         counts = self._counts
@@ -240,20 +247,14 @@ class TrajectoryRecorder:
                 taken.append(trajectory)
         return taken
 
-    def _trajectory_of(self, result: RequestResult) -> RecordedTrajectory | None:
-        if result.finish_reason == "error":
-            self._counts.too_short += 1
-            return None
+    def _trajectory_of(self, result: RequestResult | PendingTrajectory) -> RecordedTrajectory | None:
         try:
-            trajectory = RecordedTrajectory.from_lists(
-                result.prompt_ids,
-                result.token_ids,
-                result.rounds,
-                domain=result.domain,
-                drafter_version=result.drafter_version,
-                finished=result.finish_reason == "stop",
-                text=None if self._decode_text is None else self._decode_text(result.token_ids),
+            trajectory = (
+                self._trajectory_of_result(result) if isinstance(result, RequestResult) else result.trajectory()
             )
+            if trajectory is None:
+                self._counts.too_short += 1
+                return None
             trajectory.check()
         except Exception as error:  # a decoder of the user's own may raise anything
             self._counts.invalid += 1
@@ -262,6 +263,19 @@ class TrajectoryRecorder:
         trimmed = trajectory.cut(self._max_tokens)
         self._counts.too_short += trimmed is None
         return trimmed
+
+    def _trajectory_of_result(self, result: RequestResult) -> RecordedTrajectory | None:
+        if result.finish_reason == "error":
+            return None
+        return RecordedTrajectory.from_lists(
+            result.prompt_ids,
+            result.token_ids,
+            result.rounds,
+            domain=result.domain,
+            drafter_version=result.drafter_version,
+            finished=result.finish_reason == "stop",
+            text=None if self._decode_text is None else self._decode_text(result.token_ids),
+        )
 
     def _write(self, trajectories: list[RecordedTrajectory]) -> bool:
         try:

@@ -32,7 +32,10 @@ MAX_DOMAINS = 64
 OTHER_DOMAIN = "other"
 _KEPT_ROUNDS = 1000
 _IDENTITY = "identity"
-_ROW = "id, created_s, domain, drafter_version, prompt_length, finished, request_id, rounds, token_ids, text"
+_ROW = (
+    "id, created_s, domain, drafter_version, prompt_length, finished, request_id, rounds, token_ids, text, "
+    "version_spans"
+)
 
 
 @dataclass(frozen=True)
@@ -390,8 +393,8 @@ class ReplayBuffer:
         is_held_out = trajectory.prompt_hash < self.settings.held_out_share
         cursor = db.execute(
             "INSERT INTO trajectories (created_s, domain, state, drafter_version, num_rounds, num_accepted, "
-            "num_bytes, prompt_length, finished, request_id, rounds, token_ids, text) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (request_id) DO NOTHING",
+            "num_bytes, prompt_length, finished, request_id, rounds, token_ids, text, version_spans) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (request_id) DO NOTHING",
             (
                 trajectory.created_s,
                 domain,
@@ -406,6 +409,7 @@ class ReplayBuffer:
                 trajectory.rounds.astype("<u2").tobytes(),
                 trajectory.token_ids.astype("<i4").tobytes(),
                 trajectory.text,
+                json.dumps(trajectory.version_spans) if trajectory.version_spans else None,
             ),
         )
         return max(cursor.rowcount, 0)

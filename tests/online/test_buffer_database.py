@@ -40,8 +40,22 @@ def test_a_newer_schema_is_refused(tmp_path):
     connection = sqlite3.connect(tmp_path / "buffer")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     connection.close()
-    with pytest.raises(ReplayBufferError, match="schema version is 2.*Update the package"):
+    with pytest.raises(ReplayBufferError, match=f"schema version is {SCHEMA_VERSION + 1}.*Update the package"):
         ReplayBuffer(tmp_path / "buffer")
+
+
+def test_a_file_of_the_first_schema_is_taken_over(tmp_path):
+    path = tmp_path / "buffer"
+    old = ReplayBuffer(path)
+    old.append([recorded(1)])
+    old.close()
+    connection = sqlite3.connect(path)
+    connection.execute("ALTER TABLE trajectories DROP COLUMN version_spans")
+    connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    buffer = ReplayBuffer(path)
+    buffer.append([recorded(2, drafter_version=1, version_spans=((1, 0, 4), (2, 4, 10)))])
+    assert [one.version_spans for one in buffer.newest(2)] == [(), ((1, 0, 4), (2, 4, 10))]
 
 
 def test_other_files_are_left_alone(tmp_path):

@@ -29,6 +29,22 @@ def test_long_ones_are_cut_at_the_end_and_then_did_not_finish():
     assert whole.cut(4) is None  # one token of the response: nothing follows an anchor
 
 
+def test_which_version_drafted_which_tokens():
+    spans = ((3, 0, 2), (4, 2, 4))
+    whole = RecordedTrajectory.from_lists([1, 2, 3], [4, 5, 6, 7], drafter_version=3, version_spans=spans)
+    whole.check()
+    cut = whole.cut(6)
+    assert cut is not None and cut.version_spans == ((3, 0, 2), (4, 2, 3))
+    cut.check()
+    assert whole.cut(5).version_spans == ((3, 0, 2),)
+
+
+@pytest.mark.parametrize("spans", [((3, 0, 3),), ((3, 1, 4),), ((3, 0, 2), (4, 3, 4)), ((3, 0, 4), (4, 4, 4))])
+def test_versions_must_cover_the_response(spans):
+    with pytest.raises(InvalidInputError, match="`version_spans` is .* for 4 response tokens"):
+        RecordedTrajectory.from_lists([1], [4, 5, 6, 7], version_spans=spans).check()
+
+
 def test_domains_are_never_empty_nor_endless():
     assert RecordedTrajectory.from_lists([1], [2]).domain == NO_DOMAIN
     assert len(RecordedTrajectory.from_lists([1], [2], domain="x" * 1000).domain) == MAX_DOMAIN_LENGTH

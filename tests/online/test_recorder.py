@@ -4,7 +4,7 @@ import sqlite3
 
 import pytest
 import torch
-from online_traffic import in_fork
+from online_traffic import in_fork, recorded
 from tiny_models import tiny_drafter, tiny_target
 
 from adaflash_hf.errors import InvalidInputError
@@ -161,3 +161,25 @@ def test_a_fork_records_too(tmp_path):
             process.join(30)
             assert process.exitcode == 0
     assert ReplayBuffer(tmp_path / "buffer").depth().rows == 2
+
+
+class Pending:
+    """What a collector hands over: work for the recorder's thread."""
+
+    def __init__(self, made):
+        self.made = made
+
+    def trajectory(self):
+        if isinstance(self.made, Exception):
+            raise self.made
+        return self.made
+
+
+def test_others_may_leave_the_making_to_the_recorder(tmp_path):
+    with TrajectoryRecorder(tmp_path / "buffer", max_tokens=12) as recorder:
+        for made in (recorded(1), None, ValueError("no such token"), recorded(2, request_id="r")):
+            recorder.record(Pending(made))
+        assert recorder.flush()
+        counts = recorder.counts
+    assert (counts.received, counts.written, counts.too_short, counts.invalid) == (4, 2, 1, 1)
+    assert [len(one.token_ids) for one in ReplayBuffer(tmp_path / "buffer").newest(9)] == [12, 12]
