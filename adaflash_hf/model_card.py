@@ -265,6 +265,8 @@ def _stage(record: Mapping[str, Any], number: int) -> dict[str, str]:
     settings, outcome = record["settings"], record.get("outcome", {})
     parts = {None: "drafter and length head", "drafter": "the drafter", "length-head": "the length head alone"}
     what = parts.get(settings.get("only"), str(settings.get("only")))
+    if settings.get("lora_rank") is not None:
+        what = f"{what}, by an adapter of rank {settings['lora_rank']} that is merged here"
     begun = "started from the target's last layers"
     if settings.get("init") is not None:
         known = record.get("previous") is not None

@@ -31,6 +31,9 @@ def train(
     preset: options.PresetOption = None,
     list_presets: options.ListPresetsOption = False,
     only: options.OnlyOption = None,
+    lora_rank: options.LoraRankOption = None,
+    lora_alpha: options.LoraAlphaOption = None,
+    lora_target_modules: options.LoraTargetModulesOption = None,
     layers: options.LayersOption = None,
     block_size: options.BlockSizeOption = None,
     target_layer_ids: options.LayerIdsOption = None,
@@ -69,6 +72,7 @@ def train(
     device: DeviceOption = None,
 ) -> None:
     """Train a drafter on what its target said, from scratch or from an existing one, or only a head on it."""
+    from .train_lora import lora_options
     from .train_run import TrainingRun
 
     del config, list_presets  # their callbacks have done it
@@ -113,6 +117,7 @@ def train(
         init=init,
         preset=chosen_preset,
         only=None if only is None else only.value,
+        lora=lora_options(lora_rank, lora_alpha, lora_target_modules, start=start, given=given),
         shape={name: value for name, value in shape.items() if value is not None},
         length_head=None if length_head is options.LengthHead.NONE else length_head.value,
         given={name: getattr(value, "value", value) for name, value in given.items() if value is not None},

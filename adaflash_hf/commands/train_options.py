@@ -40,6 +40,9 @@ __all__ = [
     "LengthLabelsOption",
     "LicenseOption",
     "ListPresetsOption",
+    "LoraAlphaOption",
+    "LoraRankOption",
+    "LoraTargetModulesOption",
     "MaskTokenOption",
     "MaxTokensOption",
     "Objective",
@@ -177,6 +180,26 @@ PresetOption = Annotated[
 ]
 OnlyOption = Annotated[
     Only | None, typer.Option("--only", help="Train this part alone.  [default: both]", rich_help_panel=_START)
+]
+LoraRankOption = Annotated[
+    int | None,
+    typer.Option(
+        "--lora-rank",
+        min=1,
+        help="Train a LoRA adapter of this rank on the drafter of --init; --out gets the merged drafter, and the "
+        "adapter in adapter/.",
+        rich_help_panel=_START,
+    ),
+]
+LoraAlphaOption = Annotated[
+    float | None,
+    typer.Option("--lora-alpha", help="The adapter is scaled by alpha / rank.", rich_help_panel=_START),
+]
+LoraTargetModulesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--lora-target-modules", help="Layers to adapt, as fc,q_proj,v_proj.  [default: all]", rich_help_panel=_START
+    ),
 ]
 LayersOption = Annotated[
     int | None, typer.Option("--layers", min=1, help="Layers of a new drafter.  [default: 5]", rich_help_panel=_START)

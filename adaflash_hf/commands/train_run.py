@@ -14,6 +14,7 @@ from ..errors import InvalidInputError
 
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from rich.console import Console
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ..training.recipes import Decision
     from ..training.training_arguments import DrafterTrainingArguments
     from ..training.trajectory_dataset import TrajectoryDataset
+    from .train_lora import LoraOptions
 
 
 __all__ = ["TrainingRun"]
@@ -40,6 +42,7 @@ class TrainingRun:
     What the options came to; `execute` goes through the run step by step.
 
     Attributes:
+        lora: An adapter to train in place of all weights.
         shape: Given fields of a new drafter, by option name.
         given: Given settings that have defaults in `recipes.py`.
         droppable: Those of them that a configuration file gave, which may turn out to have no effect.
@@ -55,6 +58,7 @@ class TrainingRun:
     init: str | None
     preset: DrafterPreset | None
     only: str | None
+    lora: LoraOptions | None
     shape: dict[str, Any]
     length_head: str | None
     given: dict[str, Any]
@@ -120,7 +124,9 @@ class TrainingRun:
         if self.push_to_hub is not None and self.is_main:
             reserve_repository(self.push_to_hub, private=self.private)
 
-    def _drafter(self, target_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> DFlashDrafterModel:
+    def _drafter(
+        self, target_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    ) -> DFlashDrafterModel | PeftModel:
         import torch
 
         from ..embedded_target import without_progress_bars
@@ -139,7 +145,12 @@ class TrainingRun:
             drafter = DFlashDrafterModel.from_pretrained(self.init, dtype=torch.float32)
         trains_length_head = self.only not in ("drafter", _CONFIDENCE_HEAD)
         if drafter.length_head is None and self.length_head is not None and trains_length_head:
+            if self.lora is not None:
+                self.lora.refuse_new_length_head(self.init)
             attach_length_head(drafter, self.length_head)
+        if self.lora is not None:
+            self.decisions = self.lora.decisions()
+            return self.lora.put_on(drafter, self.init)
         return drafter
 
     def _new_drafter(self, target_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> DFlashDrafterModel:
@@ -167,7 +178,7 @@ class TrainingRun:
         )
         return drafter
 
-    def _dataset(self, target_model: PreTrainedModel, drafter: DFlashDrafterModel) -> TrajectoryDataset:
+    def _dataset(self, target_model: PreTrainedModel, drafter: DFlashDrafterModel | PeftModel) -> TrajectoryDataset:
         from ..training.features import features_path
         from ..training.trajectories import find_trajectory_shards
         from ..training.trajectory_dataset import TrajectoryDataset, cache_target_features
@@ -196,20 +207,20 @@ class TrainingRun:
         return dataset
 
     def _trainer(
-        self, target_model: PreTrainedModel, drafter: DFlashDrafterModel, dataset: TrajectoryDataset
+        self, target_model: PreTrainedModel, drafter: DFlashDrafterModel | PeftModel, dataset: TrajectoryDataset
     ) -> DrafterTrainer:
         from torch.utils.data import Subset
         from transformers import PrinterCallback
 
         from ..training.drafter_trainer import DrafterTrainer
         from ..training.initialization import new_confidence_head
+        from ..training.recipes import Decision
         from ..training.trajectory_dataset import split_by_prompt
         from .train_display import decisions_table
 
         train_rows, held_out_rows = split_by_prompt(dataset, self.held_out)
         settings = self._settings(target_model, drafter, dataset)
         self.decisions += settings
-        self.console.print(decisions_table(self.decisions))
         trainer = DrafterTrainer(
             drafter,
             target_model,
@@ -220,10 +231,13 @@ class TrainingRun:
             confidence_head=new_confidence_head(drafter) if self.only == _CONFIDENCE_HEAD else None,
         )
         trainer.remove_callback(PrinterCallback)
+        # Not among the recorded decisions: another machine may attend otherwise and still resume the run.
+        attention = Decision("attention", trainer.attention.implementation, trainer.attention.reason)
+        self.console.print(decisions_table([*self.decisions, attention]))
         return trainer
 
     def _settings(
-        self, target_model: PreTrainedModel, drafter: DFlashDrafterModel, dataset: TrajectoryDataset
+        self, target_model: PreTrainedModel, drafter: DFlashDrafterModel | PeftModel, dataset: TrajectoryDataset
     ) -> list[Decision]:
         from ..training.recipes import GIVEN, Decision, Situation, decide
 
@@ -297,7 +311,7 @@ class TrainingRun:
             **fields,
         )
 
-    def _record(self, trainer: DrafterTrainer, drafter: DFlashDrafterModel) -> None:
+    def _record(self, trainer: DrafterTrainer, drafter: DFlashDrafterModel | PeftModel) -> None:
         """Write how the run is done, or check that the run to resume was done so."""
         from ..training.drafter_trainer import last_complete_checkpoint
         from ..training.run_records import RUN_FILE, data_record, machine_record, read_run_record, write_run_record
@@ -377,12 +391,14 @@ class TrainingRun:
         import torch
 
         from ..embedded_target import without_progress_bars
+        from ..training.saving import ADAPTER_DIRECTORY
 
         # What drafters are published in; decoding in bfloat16 rounds the weights the same way.
         with without_progress_bars():
             trainer.save_drafter(self.out, torch.bfloat16)
         what = "drafter" if self.only != _CONFIDENCE_HEAD else "confidence head"
-        self.console.print(f"The {what} is in {self.out}.", highlight=False)
+        adapter = f", its adapter in {self.out / ADAPTER_DIRECTORY}" if self.lora is not None else ""
+        self.console.print(f"The {what} is in {self.out}{adapter}.", highlight=False)
 
     def _publish(self) -> None:
         from ..hub_upload import upload_drafter
