@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+
+from .errors import DrafterCheckpointError
 
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -16,11 +18,23 @@ def hub_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tensor_shapes(files: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Tensor names and shapes of safetensors files, none of which is read beyond its header."""
+    """
+    Tensor names and shapes of safetensors files, none of which is read beyond its header.
+
+    Raises:
+        DrafterCheckpointError: A file is missing, damaged or not to be read.
+    """
     shapes = {}
     for file in files:
-        with safe_open(file, framework="pt") as handle:
-            shapes.update({name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()})
+        try:
+            with safe_open(file, framework="pt") as handle:
+                shapes.update({name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()})
+        except (SafetensorError, OSError) as error:
+            # Without `git lfs`, a clone has a few lines of text in the place of the weights.
+            raise DrafterCheckpointError(
+                f"{file} cannot be read ({error}). It is missing, damaged or not whole; download it again, with "
+                "`git lfs pull` if it came by git."
+            ) from error
     return shapes
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -23,6 +24,7 @@ from .errors import DrafterCheckpointError
 
 # What SGLang and vLLM put in the place of the mask token's embedding.
 MASK_EMBEDDING_NAME = "mask_embedding.pt"
+DRAFT_VOCABULARY_NAME = "draft_token_ids"
 
 
 class StrictCheckpointMixin:
@@ -127,6 +129,7 @@ def read_checkpoint(model_class: Any, path: Any, config: Any, kwargs: dict[str, 
     # A quantised checkpoint holds packed weights and their scales; its loader knows which belong to what.
     if getattr(config, "quantization_config", None) is None:
         compare_shapes(model_class, config, {native_names[name]: shape for name, shape in shapes.items()}, source)
+        _refuse_whole_numbers(files, source)
     if any(old != new for old, new in native_names.items()):
         if state_dict is None:
             state_dict = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -135,6 +138,19 @@ def read_checkpoint(model_class: Any, path: Any, config: Any, kwargs: dict[str, 
         path = None
     commit = extract_commit_hash(files[0], None) if files else None
     return CheckpointToLoad(path=path, config=config, kwargs=kwargs, source=source, commit=commit)
+
+
+def _refuse_whole_numbers(files: list[str], source: str) -> None:
+    """Weights stored as integers, whose scales are elsewhere, would load as zeros and ones."""
+    for file in files:
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.keys():
+                dtype = handle.get_slice(name).get_dtype()
+                if not dtype.startswith(("F", "BF")) and not name.endswith(DRAFT_VOCABULARY_NAME):
+                    raise DrafterCheckpointError(
+                        f"{source}: `{name}` is stored as {dtype}; expected floating-point weights, since config.json "
+                        "has no `quantization_config`. Use a checkpoint that is not quantised, or the complete one."
+                    )
 
 
 def find_weight_files(path: Any, variant: str | None, hub: dict[str, Any]) -> list[str]:
@@ -160,7 +176,13 @@ def find_weight_files(path: Any, variant: str | None, hub: dict[str, Any]) -> li
     if (single := found[SAFE_WEIGHTS_NAME]) is not None:
         return [single]
     if (index := found[SAFE_WEIGHTS_INDEX_NAME]) is not None:
-        shards, _ = get_checkpoint_shard_files(path, index, **hub)
+        try:
+            shards, _ = get_checkpoint_shard_files(path, index, **hub)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise DrafterCheckpointError(
+                f"{index} does not list the weight files ({error!r}). It is damaged or not whole; download or copy it "
+                "again."
+            ) from error
         return list(shards)
     raise DrafterCheckpointError(
         f"{path} has no `{SAFE_WEIGHTS_NAME}`. Pickled weights (.bin, .pt, .ckpt) are never opened, because opening "
@@ -203,9 +225,15 @@ def compare_shapes(
         shapes (`Mapping[str, tuple]`): Shape of each tensor of the checkpoint, under this package's names.
         source (`str`): Where they came from, for error messages.
     """
-    with torch.device("meta"):
-        # A copy, because building a model settles attention fields of its config.
-        model = model_class(copy.deepcopy(config))
+    try:
+        with torch.device("meta"):
+            # A copy, because building a model settles attention fields of its config.
+            model = model_class(copy.deepcopy(config))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DrafterCheckpointError(
+            f"{source}: config.json describes no model that can be built ({error!r}). Correct `hidden_act`, "
+            "`rope_parameters`, `dtype`, or what the message names."
+        ) from error
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if missing := sorted(expected.keys() - shapes.keys()):
         hint = "The file is incomplete, or config.json belongs to another drafter."

@@ -1,13 +1,15 @@
 """Configuration of the DFlash block-diffusion drafter."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from .checkpoint_formats import native_config_dict
 from .configuration_length_head import LengthHeadConfig
-from .errors import InvalidInputError
+from .errors import AdaFlashError, DrafterCheckpointError, InvalidInputError
 
 
 BLOCK_LAYOUTS = ("anchor_then_masks", "anchor_first")
@@ -181,6 +183,7 @@ class DFlashDrafterConfig(PreTrainedConfig):
                 f"`rope_parameters` is {self.rope_parameters!r}; every layer of a drafter shares one flat dictionary "
                 'with a number under "rope_theta". Give that dictionary.'
             )
+        self._check_factors()
 
     @property
     def draft_length(self) -> int:
@@ -207,13 +210,29 @@ class DFlashDrafterConfig(PreTrainedConfig):
         cls, pretrained_model_name_or_path: Any, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if not config_dict or not isinstance(config_dict, dict):
+            raise DrafterCheckpointError(
+                f"{pretrained_model_name_or_path} has no config.json, or one that holds nothing. Copy the one that "
+                "belongs to the weights beside them."
+            )
         return native_config_dict(config_dict, source=str(pretrained_model_name_or_path)), kwargs
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "DFlashDrafterConfig":
         """Builds the configuration from a `config.json`, of this format or of another that [`native_config_dict`]
-        translates."""
-        return super().from_dict(native_config_dict(config_dict), **kwargs)
+        translates.
+
+        Raises:
+            InvalidInputError: A field has a value that cannot be used.
+        """
+        native = native_config_dict(config_dict)
+        try:
+            return super().from_dict(native, **kwargs)
+        except AdaFlashError:
+            raise
+        except (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise InvalidInputError(f"The drafter's config.json cannot be used: {reason} Correct it there.") from error
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What `config.json` holds; of the length head, too, only what differs from transformers' defaults."""
@@ -250,7 +269,9 @@ class DFlashDrafterConfig(PreTrainedConfig):
             )
 
     def _check_block(self) -> None:
-        _check_integer("block_size", self.block_size, minimum=MIN_BLOCK_SIZE)
+        _check_integer(
+            "block_size", self.block_size, MIN_BLOCK_SIZE, max(MIN_BLOCK_SIZE, self.max_position_embeddings)
+        )
         if self.draft_vocab_size is not None:
             _check_integer("draft_vocab_size", self.draft_vocab_size, minimum=1, maximum=self.vocab_size)
         last_token = None if self.vocab_size is None else self.vocab_size - 1
@@ -265,6 +286,17 @@ class DFlashDrafterConfig(PreTrainedConfig):
             raise InvalidInputError(f"`target_layer_ids` is {ids!r}; it must be a list of different layer ids.")
         for layer_id in ids:
             _check_integer("target_layer_ids", layer_id, minimum=0, maximum=self.num_target_layers - 1)
+
+    def _check_factors(self) -> None:
+        """With a zero, an infinity or a NaN among these every draft would be wrong, and nothing would say so."""
+        factors: dict[str, Any] = {"rope_parameters['rope_theta']": self.rope_parameters["rope_theta"]}
+        for name in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
+            factors[name] = getattr(self, name)
+        for name, value in factors.items():
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise InvalidInputError(
+                    f"`{name}` is {value!r}; it must be a finite number above 0. Correct the configuration."
+                )
 
     def _build_length_head_config(self) -> None:
         head = self.length_head_config

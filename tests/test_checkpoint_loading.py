@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tiny_checkpoints import (
 from tiny_models import random_block, tiny_drafter
 from transformers import AutoModel
 
-from adaflash_hf import DFlashDrafterConfig, DFlashDrafterModel, DrafterCheckpointError
+from adaflash_hf import AdaFlashError, DFlashDrafterConfig, DFlashDrafterModel, DrafterCheckpointError
 
 
 @pytest.mark.parametrize("load", [DFlashDrafterModel.from_pretrained, AutoModel.from_pretrained])
@@ -131,6 +132,68 @@ def test_damage_is_refused(damage: Callable, load: Callable, tmp_path: Path) -> 
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(DrafterCheckpointError, match=DAMAGE[damage]):
         load(tmp_path)
+
+
+def as_integers(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors["fc.weight"] = tensors["fc.weight"].to(torch.int8)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def cut_short(directory: Path) -> None:
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def git_lfs_pointer(directory: Path) -> None:
+    (directory / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+
+
+def shard_missing(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {"fc.weight": "model-00001-of-00002.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def damaged_index(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_text("{}")
+
+
+def with_fields(**fields: Any) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({**config, **fields}))
+
+    return change
+
+
+@pytest.mark.parametrize("load", [DFlashDrafterModel.from_pretrained, AutoModel.from_pretrained])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (as_integers, "`fc.weight` is stored as I8"),
+        (cut_short, r"model.safetensors cannot be read .*not whole; download"),
+        (git_lfs_pointer, "cannot be read .*git lfs pull"),
+        (shard_missing, "model-00001-of-00002.safetensors cannot be read"),
+        (damaged_index, "index.json does not list the weight files"),
+        (with_fields(hidden_size="32"), "config.json cannot be used: .*'hidden_size' expected int"),
+        (with_fields(hidden_act="unheard-of"), "no model that can be built .*unheard-of.*Correct `hidden_act`"),
+        (with_fields(rope_parameters={"rope_type": "x", "rope_theta": 1e4}), "no model that can be built .*'x'"),
+    ],
+)
+def test_damaged_files_are_refused(damage: Callable, message: str, load: Callable, tmp_path: Path) -> None:
+    tiny_drafter().save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(AdaFlashError, match=message):
+        load(tmp_path)
+
+
+def test_a_missing_configuration_is_named(tmp_path: Path) -> None:
+    tiny_drafter().save_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(DrafterCheckpointError, match="has no config.json"):
+        DFlashDrafterModel.from_pretrained(tmp_path)
 
 
 def test_a_length_head_that_the_configuration_does_not_mention_is_refused(tmp_path: Path) -> None:

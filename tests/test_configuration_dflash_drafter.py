@@ -92,6 +92,10 @@ def test_rope_per_layer_type_is_refused() -> None:
         ("hidden_size", 0),
         ("num_target_layers", 0),
         ("sliding_window", 0),
+        ("block_size", 10**9),
+        ("final_logit_softcapping", 0),
+        ("output_multiplier", float("nan")),
+        ("input_embedding_scale", float("inf")),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_name(field: str, value: Any) -> None:

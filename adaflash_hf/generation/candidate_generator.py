@@ -226,6 +226,7 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
             position_ids=torch.cat([new_positions, block_positions], dim=1),
             attention_mask=self._attention_mask(block_positions),
             cache=context.cache,
+            return_dict=True,
         ).last_hidden_state
         context.cache.crop(-self._block_size)
         return hidden_states

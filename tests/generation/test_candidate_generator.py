@@ -199,3 +199,11 @@ def test_rows_of_the_batch_are_drafted_independently() -> None:
             drafts["alone"].clear()
     finally:
         AdaFlashCandidateGenerator.project = project
+
+
+def test_drafter_whose_configuration_asks_for_tuples() -> None:
+    target = shared_target()
+    drafter = tiny_drafter(target)
+    drafter.config.return_dict = False
+    answers = [generate(target, prompt(), max_new_tokens=6, assistant_model=model) for model in (None, drafter)]
+    assert torch.equal(*answers)
