@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from transformers import AutoConfig, AutoModel
+from typing import TYPE_CHECKING
 
-from .configuration_confidence_head import ConfidenceHeadConfig
-from .configuration_dflash_drafter import DFlashDrafterConfig, build_target_layer_ids
-from .configuration_length_head import LengthHeadConfig
+from .auto_registration import register_auto_classes
 from .errors import (
     AdaFlashError,
     DrafterCheckpointError,
@@ -17,41 +15,72 @@ from .errors import (
     MissingDependencyError,
     UnsupportedGenerationError,
 )
-from .generation import (
-    AdaFlashCandidateGenerator,
-    AdaFlashEngine,
-    AsyncEngine,
-    ConfidencePolicy,
-    CostAwarePolicy,
-    EngineStats,
-    FixedLengthPolicy,
-    GenerationStats,
-    LengthHeadPolicy,
-    LengthPolicy,
-    OraclePolicy,
-    RequestHandle,
-    RequestResult,
-    RoundContext,
-    RoundOutcome,
-    generate_with_drafter,
-    install_routing,
-    is_routing_active,
-    prepack_linear_layers,
-    restore_linear_layers,
-    uninstall_routing,
-)
-from .modeling_confidence_head import ConfidenceHeadModel, ConfidenceHeadOutput
-from .modeling_dflash_drafter import DFlashDrafterModel, DFlashDrafterPreTrainedModel
-from .modeling_length_head import LengthHeadModel, LengthHeadOutput
+from .generation.routing import install_routing, is_routing_active, uninstall_routing
+from .lazy_imports import lazy_names, when_imported
 
 
-AutoConfig.register(DFlashDrafterConfig.model_type, DFlashDrafterConfig, exist_ok=True)
-AutoConfig.register(ConfidenceHeadConfig.model_type, ConfidenceHeadConfig, exist_ok=True)
-AutoConfig.register(LengthHeadConfig.model_type, LengthHeadConfig, exist_ok=True)
-AutoModel.register(DFlashDrafterConfig, DFlashDrafterModel, exist_ok=True)
-AutoModel.register(ConfidenceHeadConfig, ConfidenceHeadModel, exist_ok=True)
-AutoModel.register(LengthHeadConfig, LengthHeadModel, exist_ok=True)
-install_routing()
+if TYPE_CHECKING:
+    from .configuration_confidence_head import ConfidenceHeadConfig
+    from .configuration_dflash_drafter import DFlashDrafterConfig, build_target_layer_ids
+    from .configuration_length_head import LengthHeadConfig
+    from .generation import (
+        AdaFlashCandidateGenerator,
+        AdaFlashEngine,
+        AsyncEngine,
+        ConfidencePolicy,
+        CostAwarePolicy,
+        EngineStats,
+        FixedLengthPolicy,
+        GenerationStats,
+        LengthHeadPolicy,
+        LengthPolicy,
+        OraclePolicy,
+        RequestHandle,
+        RequestResult,
+        RoundContext,
+        RoundOutcome,
+        generate_with_drafter,
+        prepack_linear_layers,
+        restore_linear_layers,
+    )
+    from .modeling_confidence_head import ConfidenceHeadModel, ConfidenceHeadOutput
+    from .modeling_dflash_drafter import DFlashDrafterModel, DFlashDrafterPreTrainedModel
+    from .modeling_length_head import LengthHeadModel, LengthHeadOutput
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "configuration_confidence_head": ["ConfidenceHeadConfig"],
+            "configuration_dflash_drafter": ["DFlashDrafterConfig", "build_target_layer_ids"],
+            "configuration_length_head": ["LengthHeadConfig"],
+            "generation": [
+                "AdaFlashCandidateGenerator",
+                "AdaFlashEngine",
+                "AsyncEngine",
+                "ConfidencePolicy",
+                "CostAwarePolicy",
+                "EngineStats",
+                "FixedLengthPolicy",
+                "GenerationStats",
+                "LengthHeadPolicy",
+                "LengthPolicy",
+                "OraclePolicy",
+                "RequestHandle",
+                "RequestResult",
+                "RoundContext",
+                "RoundOutcome",
+                "generate_with_drafter",
+                "prepack_linear_layers",
+                "restore_linear_layers",
+            ],
+            "modeling_confidence_head": ["ConfidenceHeadModel", "ConfidenceHeadOutput"],
+            "modeling_dflash_drafter": ["DFlashDrafterModel", "DFlashDrafterPreTrainedModel"],
+            "modeling_length_head": ["LengthHeadModel", "LengthHeadOutput"],
+        },
+    )
+
+register_auto_classes()
+when_imported("transformers.generation.utils", lambda _: install_routing())
 
 __all__ = [
     "AdaFlashCandidateGenerator",

@@ -18,9 +18,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ..errors import InvalidInputError, UnsupportedGenerationError
 from .compatibility import unwrap_model
+from .drafted_generate import DRAFT_PROPOSALS
 from .engine_requests import PreparedRequest
 from .request_checks import check_request
-from .routing import DRAFT_PROPOSALS
 from .stopping import StopRules
 from .token_choice import is_prefix_free
 

@@ -1,45 +1,40 @@
-"""Routes `model.generate(assistant_model=drafter)` to AdaFlash decoding and leaves every other call as it was."""
+"""Routes `model.generate(assistant_model=drafter)` to AdaFlash decoding and leaves every other call as it was.
+
+Importing the package imports this module, so it imports nothing itself: transformers' generation code takes seconds.
+"""
 
 from __future__ import annotations
 
-import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from transformers.generation import GenerationMixin, StoppingCriteriaList, StopStringCriteria
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from ..errors import InvalidInputError, UnsupportedGenerationError
-from .compatibility import check_drafter_fits_target, unwrap_model
-from .decoding import AdaFlashDecoding
-from .length_policies import LengthPolicy, build_length_policy
-from .request_checks import check_prompt_is_given
+__all__ = ["install_routing", "is_our_drafter", "is_routing_active", "original_generate", "uninstall_routing"]
 
-
-__all__ = ["generate_with_drafter", "install_routing", "is_routing_active", "uninstall_routing"]
-
-DRAFT_PROPOSALS = ("argmax", "sample")
 _ORIGINAL = "_adaflash_original_generate"
 
 
-def _is_our_drafter(model: Any) -> bool:
+def is_our_drafter(model: Any) -> bool:
     """By `model_type`, which also holds for PEFT-wrapped, compiled and remote-code drafters."""
     return getattr(getattr(model, "config", None), "model_type", None) == "dflash_drafter"
 
 
-def _option(name: str, model: Any, generation_config: Any, kwargs: dict[str, Any]) -> Any:
-    """Value of a generation option, from wherever `generate()` would take it."""
-    if name in kwargs:
-        return kwargs[name]
-    configs = (generation_config, getattr(model, "generation_config", None))
-    values = (getattr(config, name, None) for config in configs)
-    return next((value for value in values if value is not None), None)
+def original_generate() -> Callable[..., Any]:
+    """transformers' own `generate`, whether it is wrapped or not."""
+    from transformers.generation import GenerationMixin
+
+    return getattr(GenerationMixin.generate, _ORIGINAL, GenerationMixin.generate)
 
 
 def install_routing() -> None:
-    """Wraps `GenerationMixin.generate`. Importing `adaflash_hf` does this; calling it again changes nothing."""
+    """
+    Wraps `GenerationMixin.generate`; calling it again changes nothing.
+
+    Importing `adaflash_hf` does this, or, where transformers' generation code is imported only later, that import.
+    """
+    from transformers.generation import GenerationMixin
+
     original = GenerationMixin.generate
     if hasattr(original, _ORIGINAL):
         return
@@ -47,11 +42,11 @@ def install_routing() -> None:
     @functools.wraps(original)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         assistant = kwargs.get("assistant_model", args[6] if len(args) > 6 else None)
-        if not _is_our_drafter(assistant):
+        if not is_our_drafter(assistant):
             return original(self, *args, **kwargs)
-        config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-        if _option("speculation_type", self, config, kwargs) == "dflash":
-            _check_stock_loop_understands(assistant)
+        from .drafted_generate import generate_with_drafter, is_left_to_stock_loop
+
+        if is_left_to_stock_loop(self, assistant, args, kwargs):
             return original(self, *args, **kwargs)
         return generate_with_drafter(self, *args, original_generate=original, **kwargs)
 
@@ -61,6 +56,8 @@ def install_routing() -> None:
 
 def uninstall_routing() -> None:
     """Puts transformers' own `generate` back."""
+    from transformers.generation import GenerationMixin
+
     original = getattr(GenerationMixin.generate, _ORIGINAL, None)
     if original is not None:
         GenerationMixin.generate = original
@@ -68,166 +65,6 @@ def uninstall_routing() -> None:
 
 def is_routing_active() -> bool:
     """Whether `generate(assistant_model=drafter)` reaches AdaFlash decoding."""
+    from transformers.generation import GenerationMixin
+
     return hasattr(GenerationMixin.generate, _ORIGINAL)
-
-
-def _check_stock_loop_understands(drafter: Any) -> None:
-    if drafter.config.block_layout != "anchor_then_masks":
-        raise InvalidInputError(
-            "`speculation_type` is 'dflash', transformers' own loop, which takes row 1 of a block as its first draft, "
-            f"but the drafter's `block_layout` is {drafter.config.block_layout!r}. Leave `speculation_type` out."
-        )
-
-
-def _check_arguments(
-    model: Any, drafter: Any, generation_config: Any, draft_proposal: str, custom_generate: Any, kwargs: dict[str, Any]
-) -> None:
-    """Refuses what has no place beside a drafter. What depends on prepared options is checked later."""
-    if not _is_our_drafter(drafter):
-        raise InvalidInputError(
-            f"`assistant_model` is a {type(drafter).__name__}, expected a DFlash drafter "
-            "(`config.model_type == 'dflash_drafter'`)."
-        )
-    if draft_proposal not in DRAFT_PROPOSALS:
-        raise InvalidInputError(f"`draft_proposal` is {draft_proposal!r}, expected one of {DRAFT_PROPOSALS}.")
-    speculation_type = _option("speculation_type", model, generation_config, kwargs)
-    if speculation_type not in (None, "adaflash"):
-        raise InvalidInputError(
-            f"`speculation_type` is {speculation_type!r}; with this drafter it may be left out (AdaFlash decoding) or "
-            "be 'dflash' (transformers' own loop)."
-        )
-    if custom_generate is not None:
-        raise UnsupportedGenerationError(
-            "`custom_generate` and a DFlash drafter as `assistant_model` are two ways of decoding: pass one of them."
-        )
-    if _option("token_healing", model, generation_config, kwargs):
-        raise UnsupportedGenerationError(
-            "`token_healing` is on, but it is not available with a drafter. Heal the prompt first: "
-            "`input_ids = target.heal_tokens(input_ids, tokenizer)`."
-        )
-
-
-def _take_stop_strings(
-    model: Any, generation_config: Any, stopping_criteria: Any, kwargs: dict[str, Any]
-) -> tuple[Any, Any]:
-    """Turns `stop_strings` into a criterion here: `generate()` drops `tokenizer` when it runs a custom loop.
-
-    Without a tokenizer nothing is changed, and `generate()` says itself that it needs one.
-
-    Returns:
-        `tuple`: `generation_config` and `stopping_criteria` to pass on; `kwargs` is changed in place.
-    """
-    tokenizer = kwargs.pop("tokenizer", None)
-    stop_strings = _option("stop_strings", model, generation_config, kwargs)
-    if tokenizer is None or stop_strings is None:
-        return generation_config, stopping_criteria
-    if getattr(generation_config, "stop_strings", None) is not None:
-        generation_config = copy.deepcopy(generation_config)
-        generation_config.stop_strings = None
-    kwargs.pop("stop_strings", None)
-    if model.generation_config.stop_strings is not None:
-        kwargs["stop_strings"] = None  # overrides the model's default, which a None in `generation_config` would not
-    criterion = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
-    return generation_config, StoppingCriteriaList([*(stopping_criteria or ()), criterion])
-
-
-def _synced_gpus_default(model: Any) -> bool:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    world_size = torch.distributed.get_world_size() if distributed else 1
-    return (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)) and world_size > 1
-
-
-def generate_with_drafter(
-    model: Any,
-    inputs: torch.Tensor | None = None,
-    generation_config: Any = None,
-    logits_processor: Any = None,
-    stopping_criteria: Any = None,
-    prefix_allowed_tokens_fn: Any = None,
-    synced_gpus: bool | None = None,
-    assistant_model: Any = None,
-    streamer: Any = None,
-    *args: Any,
-    length_policy: str | LengthPolicy | None = None,
-    draft_proposal: str = "argmax",
-    original_generate: Any = None,
-    **kwargs: Any,
-) -> Any:
-    """`model.generate(assistant_model=drafter)` without any patch: takes the arguments of `generate()` and two more.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        inputs (`torch.Tensor` of shape `(batch_size, prompt_length)`, *optional*): As in `generate()`.
-        generation_config (`GenerationConfig`, *optional*): As in `generate()`.
-        logits_processor (`LogitsProcessorList`, *optional*): As in `generate()`.
-        stopping_criteria (`StoppingCriteriaList`, *optional*): As in `generate()`.
-        prefix_allowed_tokens_fn (`Callable`, *optional*): As in `generate()`.
-        synced_gpus (`bool`, *optional*): As in `generate()`.
-        assistant_model (`PreTrainedModel`): The DFlash drafter.
-        streamer (`BaseStreamer`, *optional*): As in `generate()`.
-        args (`tuple`): Further positional arguments of `generate()`.
-        length_policy (`str` or `LengthPolicy`, *optional*):
-            `"fixed"` (default), `"length_head"`, `"confidence"`, `"cost_aware"`, or a policy object.
-        draft_proposal (`str`, defaults to `"argmax"`):
-            When sampling, `"argmax"` drafts the likeliest tokens and accepts those that the target samples itself;
-            `"sample"` samples drafts and corrects by rejection. Both leave the target's distribution as it is.
-        original_generate (`Callable`, *optional*): Set by the routing.
-        kwargs (`dict`): Further arguments of `generate()`.
-
-    Returns:
-        As `generate()`.
-
-    Raises:
-        InvalidInputError: If an argument has a value that is not allowed.
-        DrafterCompatibilityError: If the drafter does not fit the target.
-        UnsupportedGenerationError: If an option cannot be combined with a drafter.
-    """
-    # After `streamer` come two arguments for guidance, and then `custom_generate`.
-    args, custom_generate = args[:2], kwargs.pop("custom_generate", args[2] if len(args) > 2 else None)
-    _check_arguments(model, assistant_model, generation_config, draft_proposal, custom_generate, kwargs)
-    check_prompt_is_given(inputs, kwargs)
-    kwargs.pop("speculation_type", None)
-    kwargs.pop("assistant_tokenizer", None)  # drafter and target share one vocabulary
-    generation_config, stopping_criteria = _take_stop_strings(model, generation_config, stopping_criteria, kwargs)
-    is_users_cache = kwargs.get("cache", kwargs.get("past_key_values")) is not None
-    check_drafter_fits_target(assistant_model, model)
-    policy = build_length_policy(length_policy, unwrap_model(assistant_model))
-    synced = _synced_gpus_default(model) if synced_gpus is None else synced_gpus
-
-    def adaflash_decoding(
-        target: Any,
-        input_ids: torch.Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **model_kwargs: Any,
-    ) -> Any:
-        decoding = AdaFlashDecoding(
-            target,
-            assistant_model,
-            generation_config,
-            logits_processor,
-            stopping_criteria,
-            policy,
-            draft_proposal,
-            streamer,
-            synced,
-            is_users_cache,
-        )
-        return decoding.run(input_ids, model_kwargs)
-
-    generate = original_generate or getattr(GenerationMixin.generate, _ORIGINAL, GenerationMixin.generate)
-    return generate(
-        model,
-        inputs,
-        generation_config,
-        logits_processor,
-        stopping_criteria,
-        prefix_allowed_tokens_fn,
-        synced,
-        None,
-        streamer,
-        *args,
-        custom_generate=adaflash_decoding,
-        **kwargs,
-    )
