@@ -84,23 +84,32 @@ class Simulation:
         self, policy: LengthPolicy, num_active: int, mean_rate: float, noise: float, rng: np.random.Generator
     ) -> None:
         rates = np.clip(rng.beta(4 * mean_rate, 4 * (1 - mean_rate), num_active), 0.01, 0.99)
-        context = RoundContext([BLOCK_SIZE] * num_active, num_active, self.is_packed)
-        lengths = [1] * num_active
+        lengths = np.ones(num_active, dtype=int)
         drafts = policy.wants_draft(num_active)
+        # As an engine does it; a padded batch is drafted as a whole.
+        num_drafted = min(policy.most_drafted(num_active), num_active) if drafts and self.is_packed else num_active
+        context = RoundContext([BLOCK_SIZE] * num_drafted, num_active, self.is_packed)
         if drafts:
-            expected = (rates[:, None] ** np.arange(1, BLOCK_SIZE)).sum(axis=1)
-            states = torch.zeros(num_active, BLOCK_SIZE, 2)
+            expected = (rates[:num_drafted, None] ** np.arange(1, BLOCK_SIZE)).sum(axis=1)
+            states = torch.zeros(num_drafted, BLOCK_SIZE, 2)
             states[:, 0, 0] = torch.tensor(np.clip((expected * self.head_bias + 1) / BLOCK_SIZE, 0.01, 0.99))
-            lengths = policy.choose(stand_in_drafter(), states, context)
+            lengths[:num_drafted] = policy.choose(stand_in_drafter(), states, context)
         if not self.is_packed:
-            lengths = [max(lengths)] * num_active
+            lengths[:] = lengths.max()
         hits = np.cumprod(rng.random((num_active, DRAFT_LENGTH)) < rates[:, None], axis=1).sum(axis=1)
-        accepted = np.minimum(hits, np.array(lengths) - 1)
-        seconds = noise * (target_seconds(sum(lengths)) + (draft_seconds(num_active) if drafts else 0))
+        accepted = np.minimum(hits, lengths - 1)
+        seconds = noise * (target_seconds(lengths.sum()) + (draft_seconds(num_drafted) if drafts else 0))
         committed = num_active + int(accepted.sum())
         policy.observe_round(
             context,
-            RoundOutcome(lengths, accepted.tolist(), [False] * num_active, drafts, committed, seconds),
+            RoundOutcome(
+                lengths[:num_drafted].tolist(),
+                accepted[:num_drafted].tolist(),
+                [False] * num_drafted,
+                drafts,
+                committed,
+                seconds,
+            ),
         )
         plain = noise * committed * target_seconds(num_active) / num_active
         self.seconds += seconds

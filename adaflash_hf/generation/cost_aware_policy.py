@@ -34,6 +34,12 @@ _OUTLOOK_SAMPLES = 8
 _LEAST_BLOCKS = 16
 # Rounds for which corrected costs and the outlook of drafting are good enough; more often is not worth its time.
 _KEPT_ROUNDS = 8
+# Trials in a row that found what was expected halve the time that trials may cost, so many times at most.
+_MOST_HALVINGS = 2
+# Requests that a trial of drafting drafts for: enough to see how drafts fare, and a fraction of the cost of all.
+_TRIAL_REQUESTS = 4
+# Rounds after which drafting that does not pay is given up until it does: features are not collected any more.
+_PATIENCE_ROUNDS = 16
 
 _SHARED: weakref.WeakKeyDictionary[nn.Module, CostAwarePolicy] = weakref.WeakKeyDictionary()
 
@@ -64,7 +70,9 @@ class CostAwarePolicy(LengthPolicy):
     pays for itself ([`best_lengths`]).
 
     The promise is never to be slower than plain decoding. So that both sides stay known, the one that is thought to
-    be slower is tried now and then, as often as keeps the time lost by trying below `exploration_share` of all time.
+    be slower is tried now and then, as often as keeps the time lost by trying below `exploration_share` of all time,
+    and a quarter of that once trials keep finding what was expected. In an engine a trial of drafting is one for a few
+    requests, and where drafting has not paid for some rounds nothing else is done for it.
 
     Choices follow from hidden states, costs, and earlier rounds alone, never from the ids drafted now, so that sampled
     output keeps the target's distribution.
@@ -105,6 +113,8 @@ class CostAwarePolicy(LengthPolicy):
         self._correction = CostCorrection()
         self._recent: Forecast | None = None
         self._budget_s = 0.0
+        self._confirmations: dict[tuple[int, bool], int] = {}
+        self._rounds_unpaid = 0
         self._kept: dict[Hashable, tuple[int, Any]] = {}
         self._num_rounds = 0
 
@@ -129,12 +139,35 @@ class CostAwarePolicy(LengthPolicy):
         outlook = self._outlook(num_active)
         if outlook is None:
             return True  # nothing is known of this drafter
-        lost_by_draft_s = outlook.seconds - outlook.tokens * plain_s / num_active
-        lost_by_plain_s = plain_s - num_active / outlook.tok_per_s
-        is_draft_better = lost_by_draft_s < 0
-        if self._budget_s >= (lost_by_plain_s if is_draft_better else lost_by_draft_s):
-            return not is_draft_better
-        return is_draft_better
+        is_draft_better = outlook.tok_per_s > num_active / plain_s
+        if is_draft_better:
+            lost_s = plain_s - num_active / outlook.tok_per_s
+        elif self._is_packed:
+            lost_s = self._trial_seconds(num_active) - plain_s
+        else:
+            lost_s = outlook.seconds - outlook.tokens * plain_s / num_active
+        return is_draft_better != (self._budget_s >= lost_s)
+
+    def most_drafted(self, num_active: int) -> int:
+        return num_active if self._is_draft_better(num_active) else min(num_active, _TRIAL_REQUESTS)
+
+    def keeps_context(self, num_active: int) -> bool:
+        return self._rounds_unpaid < _PATIENCE_ROUNDS or self._is_draft_better(num_active)
+
+    def _is_draft_better(self, num_active: int) -> bool:
+        """Also as long as nothing is known."""
+        outlook = self._outlook(num_active)
+        return outlook is None or outlook.tok_per_s > num_active / self._plain_seconds(num_active)
+
+    def _trial_seconds(self, num_active: int) -> float:
+        """A round with drafts for a few requests, at most."""
+
+        def longest() -> float:
+            assert self._recent is not None
+            num_drafted, draft_length = min(num_active, _TRIAL_REQUESTS), self._recent.rates.shape[1]
+            return float(self._draft_round_seconds(num_active, num_drafted, draft_length, True)[-1])
+
+        return self._keep(("trial", num_active), longest)
 
     def choose_lengths(
         self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, context: RoundContext
@@ -241,13 +274,17 @@ class CostAwarePolicy(LengthPolicy):
         round_s = outcome.round_s
         if round_s is None:
             round_s = outlook.seconds if outcome.drafted else plain_s
-        is_draft_better = outlook.tok_per_s > num_active / plain_s
+        plain_tok_per_s = num_active / plain_s
+        is_draft_better = outlook.tok_per_s > plain_tok_per_s
+        self._rounds_unpaid = 0 if is_draft_better else self._rounds_unpaid + 1
+        key = (_magnitude(num_active), is_draft_better)
         lost_s = 0.0
         # A round on the better side may have bad luck; only trials are paid for.
         if outcome.drafted != is_draft_better:
-            better_tok_per_s = max(outlook.tok_per_s, num_active / plain_s)
-            lost_s = max(round_s - outcome.committed / better_tok_per_s, 0.0)
-        self._budget_s += self.exploration_share * round_s - lost_s
+            lost_s = max(round_s - outcome.committed / max(outlook.tok_per_s, plain_tok_per_s), 0.0)
+            self._confirmations[key] = self._confirmations.get(key, 0) + 1 if lost_s > 0 else 0
+        halvings = min(self._confirmations.get(key, 0), _MOST_HALVINGS)
+        self._budget_s += self.exploration_share * round_s / 2**halvings - lost_s
 
     def _learn_costs(self, context: RoundContext, outcome: RoundOutcome, round_s: float) -> None:
         num_active = context.num_active

@@ -228,6 +228,7 @@ class AdaFlashEngine:
             return has_dropped
         if not self._is_prepared:
             self.prepare()
+        self._rounds.follow(running)
         chunks = self._scheduler.plan_prefill()
         decoding = [request for request in running if request.state is RequestState.DECODING]
         is_typical = not (chunks or admitted or has_returned)
@@ -291,6 +292,9 @@ class AdaFlashEngine:
     def _finish(self, request: GenerationRequest, reason: FinishReason, error: BaseException | None = None) -> None:
         self._scheduler.remove(request)
         self._rounds.close(request)
+        self._tell_the_end(request, reason, error)
+
+    def _tell_the_end(self, request: GenerationRequest, reason: FinishReason, error: BaseException | None) -> None:
         request.state = RequestState.FINISHED
         # An owner who gave up while the last tokens were on their way was promised that no more come.
         reason = "cancelled" if request.handle.is_cancelled else reason
@@ -304,14 +308,10 @@ class AdaFlashEngine:
         with self._inbox_lock:
             self._end = error
             everyone = [*self._scheduler.running, *self._scheduler.waiting, *self._inbox]
-            self._inbox.clear()
-        self._scheduler.running.clear()
-        self._scheduler.waiting.clear()
+        for requests in (self._inbox, self._scheduler.running, self._scheduler.waiting):
+            requests.clear()
         for request in everyone:
-            request.state = RequestState.FINISHED
-            reason: FinishReason = "cancelled" if request.handle.is_cancelled else "error"
-            failure = self._stopped_error() if reason == "error" else None
-            request.handle.finish(request.build_result(reason, failure))
+            self._tell_the_end(request, "error", self._stopped_error())
 
     def _stopped_error(self) -> EngineStoppedError:
         error = EngineStoppedError(
@@ -418,7 +418,8 @@ class AdaFlashEngine:
         self._rounds.drafter_version = version
 
     def between_rounds(self, callback: Callable[[], Any]) -> Callable[[], None]:
-        """Has `callback()` called before every round, in the thread that runs it, while no model is in use.
+        """Has `callback()` called before every round, and about once a second by a background thread that has nothing
+        to do, always while no model is in use.
 
         Returns:
             `Callable`: Call it to end this.
@@ -426,7 +427,7 @@ class AdaFlashEngine:
         return self._round_callbacks.register(callback)
 
     def on_finished(self, callback: Callable[[RequestResult], Any]) -> Callable[[], None]:
-        """Has `callback(result)` called for every request that ends, in whatever way.
+        """Has `callback(result)` called for every request that ends, in whatever way: also if the engine fails.
 
         Returns:
             `Callable`: Call it to end this.

@@ -24,6 +24,9 @@ __all__ = ["AsyncEngine", "BackgroundThread"]
 
 logger = logging.getLogger(__name__)
 
+# How long a thread sleeps when there is nothing to do: those who want to be called between rounds are called then too.
+IDLE_S = 1.0
+
 
 class _Signals:
     """What a thread and its engine tell each other. Holds no reference to the engine, so that it can be collected."""
@@ -121,7 +124,7 @@ def _run_rounds(engine_ref: weakref.ref[AdaFlashEngine], signals: _Signals) -> N
             return
         del engine
         if not is_busy:
-            signals.news.wait()
+            signals.news.wait(IDLE_S)
 
 
 class AsyncEngine:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from .engine_context import DrafterContext
 from .engine_requests import GenerationRequest, RequestState
 from .engine_verdicts import Block, Verdict, judge_blocks, sample_drafts
 from .length_policies import LengthPolicy, RoundContext, RoundOutcome
@@ -58,6 +59,7 @@ class _Rows:
     count: int
     logits_for: LogitsFor
     length_before: int = 0
+    is_followed: bool = False  # whether its features go to the drafter
 
 
 class EngineRounds:
@@ -89,6 +91,9 @@ class EngineRounds:
             () if self.drafter is None else self.drafter.base_drafter.config.target_layer_ids
         )
         self._feature_bytes = 0
+        self._context: DrafterContext | None = None
+        if self.drafter is not None and policy is not None:
+            self._context = DrafterContext(self.target, self.drafter, policy, self._reopen, prefill_chunk_tokens)
         if self.drafter is not None:
             base = self.drafter.base_drafter
             self._feature_bytes = base.config.context_feature_size * base.dtype.itemsize
@@ -117,6 +122,10 @@ class EngineRounds:
             self.drafter.release(request.drafter_slot)
         request.target_slot = request.drafter_slot = -1
         request.prefilled = 0
+
+    def _reopen(self, request: GenerationRequest) -> None:
+        self.close(request)
+        self.open(request)
 
     @property
     def memory_bytes(self) -> int:
@@ -153,6 +162,11 @@ class EngineRounds:
 
     # One round
 
+    def follow(self, running: Sequence[GenerationRequest]) -> None:
+        """Begins a round: some requests may go back to prefill, see [`DrafterContext`]."""
+        if self._context is not None:
+            self._context.follow(running)
+
     def run(
         self, decoding: list[GenerationRequest], chunks: list[tuple[GenerationRequest, int]], started_s: float | None
     ) -> RoundReport:
@@ -172,6 +186,7 @@ class EngineRounds:
         ]
         for part in rows:
             part.length_before = self.target.length(part.request.target_slot)
+            part.is_followed = self._context is not None and self._context.is_complete(part.request)
         phase = "verify" if decoding else "prefill"
         with self.recorder.phase(phase):
             outputs = self._forward(rows, drafts)
@@ -188,11 +203,15 @@ class EngineRounds:
 
     def _draft(self, decoding: list[GenerationRequest]) -> _Drafts:
         drafts = _Drafts([1] * len(decoding))
-        if self.drafter is None or self.policy is None or not decoding:
+        context, policy = self._context, self.policy
+        if context is None or policy is None or not decoding or not policy.wants_draft(len(decoding)):
             return drafts
         longest = [min(self.longest_verify_length, request.remaining) for request in decoding]
-        members = [index for index, bound in enumerate(longest) if bound > 1]
-        if not members or not self.policy.wants_draft(len(decoding)):
+        complete = [context.is_complete(request) for request in decoding]
+        members = [index for index, bound in enumerate(longest) if bound > 1 and complete[index]]
+        # The newest, if it shall not be all: they live longest.
+        members = members[-policy.most_drafted(len(decoding)) :]
+        if not members:
             return drafts
         with self.recorder.phase("draft"):
             self._run_drafter(decoding, members, longest, drafts)
@@ -270,6 +289,7 @@ class EngineRounds:
                 draft_places.extend(range(begin, len(flat)))
             else:
                 flat.extend(part.request.next_chunk(part.count))
+        follows = self._context is not None and self._context.is_wanted and any(part.is_followed for part in rows)
         ids = torch.tensor(flat, device=self.target.device)
         if draft_places:
             assert drafts.token_ids is not None
@@ -278,7 +298,7 @@ class EngineRounds:
             [part.request.target_slot for part in rows],
             ids,
             [part.count for part in rows],
-            layer_ids=self._layer_ids,
+            layer_ids=self._layer_ids if follows else (),
             logits_for=[part.logits_for for part in rows],
         )
 
@@ -307,7 +327,7 @@ class EngineRounds:
         started_s: float | None,
     ) -> RoundReport:
         report = RoundReport(num_decoding=len(drafts.lengths))
-        features = outputs.features_by_slot() if self.drafter is not None else [None] * len(rows)
+        features = [None] * len(rows) if outputs.features is None else outputs.features_by_slot()
         device = outputs.logits.device
         accepted: list[int] = []
         ended: list[bool] = []
@@ -357,7 +377,7 @@ class EngineRounds:
         request = part.request
         if kept < part.count:
             self.target.truncate(request.target_slot, part.length_before + kept)
-        if self.drafter is not None and features is not None:
+        if self.drafter is not None and features is not None and part.is_followed:
             self.drafter.extend(request.drafter_slot, features[:kept])
         if request.state is RequestState.PREFILLING and request.prefilled >= request.prefill_target:
             request.state = RequestState.DECODING

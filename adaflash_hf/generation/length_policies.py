@@ -174,6 +174,27 @@ class LengthPolicy(ABC):
         """
         return True
 
+    def most_drafted(self, num_active: int) -> int:
+        """
+        How many requests the drafter shall run for at most when it runs, in an engine; all of them by default.
+
+        Args:
+            num_active (`int`): Requests the target's forward will serve.
+        """
+        return num_active
+
+    def keeps_context(self, num_active: int) -> bool:
+        """
+        Whether an engine shall keep the drafter's context up to date, so that it can draft in any round.
+
+        While this is false no features are collected, and only requests that happen to lack none are drafted for. When
+        it is true again, the engine runs the target once more over the tokens that others lack.
+
+        Args:
+            num_active (`int`): Requests the target's forward will serve.
+        """
+        return True
+
     def needs_draft_logits(self, drafter: DFlashDrafterModel) -> bool:
         """Whether `choose` wants `context.draft_logits`, which makes every draft slot pay for the projection."""
         return False

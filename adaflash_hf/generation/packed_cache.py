@@ -111,14 +111,19 @@ class PackedCache(Cache):
             raise InvalidInputError(
                 f"`length` is {length}, but slot {slot} holds {current} tokens; pass a number from 0 to {current}."
             )
-        for group in self.groups:
-            window, start = group.visibility.window, group.places[slot].start
-            if window is not None and start > max(0, length - window + 1):
-                raise InvalidInputError(
-                    f"Slot {slot} cannot go back from {current} to `length` = {length} tokens: layers with a window "
-                    f"of {window} hold it from position {start} on only. Release the slot and run the tokens again."
-                )
+        if not self.can_truncate(slot, length):
+            windows = sorted({group.visibility.window for group in self.groups if group.visibility.window is not None})
+            raise InvalidInputError(
+                f"Slot {slot} cannot go back from {current} to `length` = {length} tokens: layers with a window of "
+                f"{' or '.join(map(str, windows))} do not hold what the next token would see. Release the slot and "
+                "run the tokens again."
+            )
         self._lengths[slot] = length
+
+    def can_truncate(self, slot: int, length: int) -> bool:
+        """Whether all layers still hold what a token behind the first `length` sees."""
+        windows = [(group.visibility.window, group.places[slot].start) for group in self.groups]
+        return all(window is None or start <= max(0, length - window + 1) for window, start in windows)
 
     def _check_open(self, slot: int) -> None:
         if slot not in self._lengths:

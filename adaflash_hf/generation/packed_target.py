@@ -88,6 +88,10 @@ class PackedTarget(PackedModel):
         has dropped what the next token would see."""
         self.cache.truncate(slot, length)
 
+    def can_truncate(self, slot: int, length: int) -> bool:
+        """Whether [`truncate`] would go through."""
+        return self.cache.can_truncate(slot, length)
+
     @torch.no_grad()
     def forward(
         self,

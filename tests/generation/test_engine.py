@@ -407,6 +407,8 @@ def broken_target() -> PreTrainedModel:
 
 def test_death_is_reported_to_everyone() -> None:
     engine = AdaFlashEngine(broken_target(), max_concurrency=1)
+    finished: list[RequestResult] = []
+    engine.on_finished(finished.append)
     handles = [engine.submit([5, 6], max_new_tokens=9) for _ in range(3)]
     with pytest.raises(FloatingPointError, match="on fire"):
         handles[0].result()
@@ -417,6 +419,9 @@ def test_death_is_reported_to_everyone() -> None:
     with pytest.raises(EngineStoppedError, match="on fire"):
         list(handles[1])
     assert len(handles[0].token_ids) == 3
+    assert [result.request_id for result in finished] == [handle.request_id for handle in handles]
+    assert all(isinstance(result.error, EngineStoppedError) for result in finished)
+    assert engine.statistics().finished_requests == {"error": 3}
     for refused in (lambda: engine.submit([5]), engine.step, engine.start):
         with pytest.raises(EngineStoppedError):
             refused()

@@ -23,6 +23,7 @@ from adaflash_hf import (
     EngineStoppedError,
     InvalidInputError,
 )
+from adaflash_hf.generation import engine_fronts
 
 
 # A test that hangs fails by this, not by the clock of whoever runs it.
@@ -138,6 +139,17 @@ def test_death_in_the_background() -> None:
     with pytest.raises(EngineStoppedError, match="broken"):
         engine.submit([5])
     engine.stop()
+
+
+def test_callbacks_are_called_while_there_is_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_fronts, "IDLE_S", 0.01)
+    called = threading.Semaphore(0)
+    with new_engine() as engine:
+        engine.between_rounds(called.release)
+        for _ in range(3):
+            assert called.acquire(timeout=TIMEOUT)
+        assert engine.statistics().steps == 0
+        assert engine.submit(prompt_ids(1), max_new_tokens=3).result(TIMEOUT).token_ids == answer(1, 3)
 
 
 def test_the_target_may_be_used_meanwhile() -> None:

@@ -120,8 +120,9 @@ class TestRefusals:
         slot = cache.allocate()
         for _ in range(5):
             run(cache, [slot], [30])
+        assert cache.can_truncate(slot, 121) and not cache.can_truncate(slot, 20)
         cache.truncate(slot, 121)
-        with pytest.raises(InvalidInputError, match="a window of 8 hold it from position"):
+        with pytest.raises(InvalidInputError, match="a window of 8 do not hold"):
             cache.truncate(slot, 20)
 
     def test_batch_operations(self) -> None:
