@@ -152,7 +152,7 @@ class OnlineTrainer:
                     pause_s = 0.0
                 except InterruptedRoundError:
                     break
-                except (ReplayBufferError, PublishedVersionError, OSError) as error:
+                except (DrafterCheckpointError, ReplayBufferError, PublishedVersionError, OSError) as error:
                     # Weights may be half-way through a round: what is on the disk counts.
                     self._is_resumed = False
                     pause_s = self._pause_after(error, pause_s)

@@ -239,7 +239,9 @@ def _explained(directory: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         if isinstance(error, Timeout):
             raise
+        # Whoever wants to try again once there is room knows a disk's errors by their class.
+        cause = error if isinstance(error, OSError) else OSError(str(error))
         raise PublishedVersionError(
             f"`publish_dir` is {str(directory)!r}, where writing failed: {error}. Free some space or make it writable "
             "again; the versions that are there stay as they are."
-        ) from error
+        ) from cause

@@ -276,6 +276,11 @@ class ReplayBuffer:
                 f"`buffer` is {str(self.path)!r}, which another trainer is attached to; stop that one first, or give "
                 "this one a buffer of its own."
             ) from None
+        except OSError as error:
+            raise ReplayBufferError(
+                f"`buffer` is {str(self.path)!r}, where no lock can be made ({error}); make the directory "
+                "writable."
+            ) from error
         try:
             yield
         finally:

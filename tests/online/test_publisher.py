@@ -194,8 +194,9 @@ def test_killed_at_random_instants_nobody_sees_half_a_version(tmp_path):
 def publish_on_a_full_disk(directory):
     size = (directory / "version-00000000" / "model.safetensors").stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
-    with pytest.raises(PublishedVersionError, match="Free some space"):
+    with pytest.raises(PublishedVersionError, match="Free some space") as caught:
         publish(Publisher(directory), adapted_drafter(2))
+    assert isinstance(caught.value.__cause__, OSError)  # what a trainer tries again after
 
 
 def test_a_full_disk_is_reported_and_leaves_nothing_behind(tmp_path):
