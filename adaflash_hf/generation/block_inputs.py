@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from accelerate.utils import align_module_device
 from torch import nn
 
 from ..modeling_dflash_drafter import DFlashDrafterModel
@@ -34,8 +33,7 @@ class BlockEmbedder:
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Raw rows of the target's embedding matrix, without the scale or norm that the module itself may apply."""
         module = self._embeddings
-        # An offloaded embedding has its weight on the meta device outside its own forward.
-        with align_module_device(module) if hasattr(module, "_hf_hook") else nullcontext():
+        with _on_its_device(module):
             weight = module.weight
             rows = nn.functional.embedding(ids.to(weight.device), weight)
         rows = rows.to(device=self._device, dtype=self._dtype)
@@ -50,3 +48,13 @@ class BlockEmbedder:
             `torch.Tensor` of shape `(n, block_size, hidden_size)`: The drafter's `noise_embeds`.
         """
         return torch.cat([self._embed(anchor_ids[:, None]), self._masks.expand(anchor_ids.shape[0], -1, -1)], dim=1)
+
+
+def _on_its_device(module: nn.Module) -> AbstractContextManager[Any]:
+    """An offloaded embedding has its weight on the meta device outside its own forward."""
+    if not hasattr(module, "_hf_hook"):
+        return nullcontext()
+    # accelerate, which put the hook there, is not needed otherwise.
+    from accelerate.utils import align_module_device
+
+    return align_module_device(module)
