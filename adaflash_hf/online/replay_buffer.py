@@ -278,8 +278,7 @@ class ReplayBuffer:
             ) from None
         except OSError as error:
             raise ReplayBufferError(
-                f"`buffer` is {str(self.path)!r}, where no lock can be made ({error}); make the directory "
-                "writable."
+                f"`buffer` is {str(self.path)!r}, where no lock can be made ({error}); make the directory writable."
             ) from error
         try:
             yield
