@@ -44,6 +44,7 @@ __all__ = [
     "head_sections",
     "length_head_estimate",
     "oracle_choice",
+    "scaled_choice",
 ]
 
 DEFAULT_SCALES = (1.0, 1.15, 1.3, 1.6, 2.0)
@@ -255,9 +256,19 @@ def oracle_choice(blocks: JudgedBlocks) -> LengthChoice:
     return _choice("oracle", (blocks.accepted + 1).clamp(2, blocks.block_size), blocks)
 
 
-def _scaled_choices(expected: torch.Tensor, blocks: JudgedBlocks, scales: Sequence[float]) -> list[LengthChoice]:
-    ratio = expected / blocks.block_size
-    return [_choice(f"{scale:g}", scaled_verify_lengths(ratio, blocks.block_size, scale), blocks) for scale in scales]
+def scaled_choice(expected: torch.Tensor, blocks: JudgedBlocks, scale: float) -> LengthChoice:
+    """
+    What the verify lengths keep that decoding makes of an estimate.
+
+    Args:
+        expected (`torch.Tensor` of shape `[n]`):
+            Tokens expected to be committed, the bonus included.
+        blocks (`JudgedBlocks`):
+            The blocks.
+        scale (`float`):
+            Factor on the estimate.
+    """
+    return _choice(f"{scale:g}", scaled_verify_lengths(expected / blocks.block_size, blocks.block_size, scale), blocks)
 
 
 def _threshold_choices(prefix: torch.Tensor, blocks: JudgedBlocks, thresholds: Sequence[float]) -> list[LengthChoice]:
@@ -304,12 +315,12 @@ def head_report(
     for name, length_head in length_heads.items():
         expected = length_head_estimate(length_head, blocks)
         estimates[name] = estimate_quality(expected, blocks)
-        choices[f"{name}, scale"] = _scaled_choices(expected, blocks, scales)
+        choices[f"{name}, scale"] = [scaled_choice(expected, blocks, scale) for scale in scales]
     for name, confidence_head in confidence_heads.items():
         prefix = confidence_estimates(confidence_head, blocks)
         expected = 1 + prefix.sum(dim=-1)
         estimates[name] = estimate_quality(expected, blocks)
-        choices[f"{name}, scale"] = _scaled_choices(expected, blocks, scales)
+        choices[f"{name}, scale"] = [scaled_choice(expected, blocks, scale) for scale in scales]
         choices[f"{name}, threshold"] = _threshold_choices(prefix, blocks, thresholds)
     return {
         "blocks": len(blocks.accepted),
