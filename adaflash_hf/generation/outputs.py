@@ -125,7 +125,7 @@ class OutputCollector:
                 self._hidden_states[row].append(states)
             if self.wants_attentions:
                 weights = [layer[index : index + 1, :, step : step + 1] for layer in outputs.attentions]
-                if windows is not None:
+                if windows is not None and weights:  # there are none from sdpa, as in plain decoding
                     later_rows = outputs.attentions[0].shape[2] - 1 - step
                     weights = [
                         _visible_columns(layer, later_rows, window)

@@ -16,6 +16,16 @@ from .cache_rollback import has_linear_attention
 
 __all__ = ["check_prompt_is_given", "check_request"]
 
+OTHER_WAYS_OF_DECODING = (
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "use_mtp",
+    "penalty_alpha",
+    "dola_layers",
+    "constraints",
+    "force_words_ids",
+)
+
 
 def check_request(
     model: PreTrainedModel,
@@ -48,7 +58,7 @@ def check_request(
             f"`num_beams` is {config.num_beams}, but a drafter speeds up greedy decoding and sampling only. Set "
             "`num_beams=1`, or leave `assistant_model` out."
         )
-    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "penalty_alpha", "dola_layers"):
+    for name in OTHER_WAYS_OF_DECODING:
         if getattr(config, name, None):
             raise UnsupportedGenerationError(
                 f"`{name}` is {getattr(config, name)!r} and `assistant_model` is a DFlash drafter: choose one way of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -31,13 +32,15 @@ class StopRules:
     def __init__(self, criteria: StoppingCriteriaList):
         self.eos_token_ids: set[int] = set()
         self.max_length: int | None = None
+        self._limit: MaxLengthCriteria | None = None
         self._custom = StoppingCriteriaList()
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 self.eos_token_ids.update(criterion.eos_token_id.tolist())
             elif type(criterion) is MaxLengthCriteria:
-                limit = criterion.max_length
+                limit = math.ceil(criterion.max_length)  # `max_new_tokens=1e2` makes it a float
                 self.max_length = limit if self.max_length is None else min(limit, self.max_length)
+                self._limit = criterion
             else:
                 self._custom.append(criterion)
         self._is_row_independent = all(type(criterion) in ROW_INDEPENDENT for criterion in self._custom)
@@ -67,6 +70,7 @@ class StopRules:
             `tuple[int, bool]`: Number of tokens to keep, at least one, and whether to stop.
         """
         limit = min(len(tokens), self.remaining(length))
+        self._warn_of_length(length, length + limit)
         for count in range(1, limit + 1):
             # Criteria that remember something are asked about every token, the last one included.
             if self._custom and self._ask(row, prefixes_of(length + count, {row: tokens[:count]}), scores_of(count)):
@@ -74,6 +78,13 @@ class StopRules:
             if tokens[count - 1] in self.eos_token_ids:
                 return count, True
         return limit, self.remaining(length) <= limit
+
+    def _warn_of_length(self, before: int, after: int) -> None:
+        """Has transformers say once, as in plain decoding, that a sequence grows longer than the model is made for."""
+        longest = None if self._limit is None else self._limit.max_position_embeddings
+        if self._limit is not None and longest is not None and longest < after:
+            self._limit(torch.empty(1, max(before, longest) + 1), None)  # type: ignore[arg-type]
+            self._limit = None
 
     def _ask(self, row: int, prefixes: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> bool:
         if self._is_row_independent:

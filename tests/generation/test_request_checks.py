@@ -30,6 +30,7 @@ def assert_refused(target: Any, error: type[AdaFlashError], message: str, inputs
         ({"num_beams": 2}, "`num_beams` is 2"),
         ({"prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens` is 3"),
         ({"use_cache": False}, "`use_cache` is False"),
+        ({"force_words_ids": [[5]]}, "`force_words_ids` is"),
         ({"token_healing": True}, "`token_healing` is on"),
         ({"custom_generate": lambda *args, **kwargs: None}, "`custom_generate` and a DFlash drafter"),
     ],

@@ -185,6 +185,13 @@ class TestDefectsOfTheStockLoop:
             target, prompt(), max_new_tokens=9, prefill_chunk_size=4, repetition_penalty=1.2, **everything
         )
 
+    def test_f_attentions_that_sdpa_does_not_give(self) -> None:
+        target = exact_target(attn_implementation="sdpa")
+        outputs = {"return_dict_in_generate": True, "output_attentions": True}
+        drafter = assert_same_as_plain(target, prompt(), max_new_tokens=6, **outputs)
+        answer = generate(target, prompt(), max_new_tokens=6, assistant_model=drafter, **outputs)
+        assert answer.attentions == ((),) * 6
+
     @pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3_next"])
     def test_f_hidden_states_of_a_batch(self, architecture: str) -> None:
         target, inputs = shared_target(architecture), ragged_batch((6, 6, 6))

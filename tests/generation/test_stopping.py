@@ -96,3 +96,24 @@ def test_row_independent_criteria_see_their_row_only(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(MaxTimeCriteria, "__call__", record)
     assert cut(MaxTimeCriteria(60.0), tokens=[5, 6], row=1) == (2, False)
     assert shapes == [(1, 3), (1, 4)]
+
+
+def test_a_length_limit_that_is_no_whole_number() -> None:
+    assert cut(MaxLengthCriteria(4.5), tokens=[5, 6, 7, 8]) == (3, True)  # type: ignore[arg-type]
+    assert cut(MaxLengthCriteria(1e2), tokens=[5, 6, 7, 8]) == (4, False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("longest", "max_length", "is_told"),
+    [(5, 100, True), (6, 100, False), (5, 6, False), (4, 6, True), (1, 100, True)],
+)
+def test_a_sequence_that_outgrows_the_model_is_told_once(
+    longest: int, max_length: int, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The criterion itself warns, and no more than plain decoding, which asks it after each token."""
+    texts: list[str] = []
+    monkeypatch.setattr("transformers.generation.stopping_criteria.logger.warning_once", texts.append)
+    rules = StopRules(StoppingCriteriaList([MaxLengthCriteria(max_length, max_position_embeddings=longest)]))
+    for length in (2, 3):
+        rules.cut([5, 6, 7, 8][: 6 - length], length, 0, prefixes_of)
+    assert len(texts) == is_told
