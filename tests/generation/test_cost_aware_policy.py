@@ -33,10 +33,10 @@ def cost_aware(**kwargs) -> CostAwarePolicy:
 @pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("num_active", [1, 16, 64])
 def test_bad_drafts_cost_next_to_nothing(num_active: int, is_packed: bool) -> None:
-    """Drafting never pays here; trying it now and then must stay within 2 % of plain decoding."""
+    """Drafting never pays here; trying it now and then must stay within 1 % of plain decoding."""
     run = Simulation(always(0.1), always(num_active), is_packed=is_packed).run(cost_aware(), 400)
     # From the round on where all that is unknown at first has been seen.
-    assert run.speedup(first=20) > 0.98
+    assert run.speedup(first=20) > 0.99
     assert 0 < sum(run.drafted[20:]) < 40
 
 
