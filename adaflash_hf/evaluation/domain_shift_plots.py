@@ -82,7 +82,7 @@ def _draw_held_out(
     figure = figure_class(figsize=(9, 0.8 + 2.7 * len(domains)), layout="constrained")
     panels = figure.subplots(len(domains), 1, squeeze=False, sharex=True)[:, 0]
     for panel, domain in zip(panels, domains, strict=True):
-        _draw_lines(panel, runs, lambda entry, domain=domain: entry["held_out"][domain]["acceptance_length"])
+        _draw_lines(panel, runs, _held_out("acceptance_length", domain))
         for reference in references:
             if reference.method == f"{REFERENCE}-{domain}":
                 tau = reference.rounds[0]["held_out"][domain]["acceptance_length"]
@@ -103,12 +103,17 @@ def _draw_length_head(runs: Sequence[FinishedShiftRun], figure_class: Any) -> Fi
     panels = figure.subplots(2, 1, sharex=True)
     kinds = {"head_error_tokens": "error of the length head (tokens)", "head_rows": "rows it would verify"}
     for panel, (name, label) in zip(panels, kinds.items(), strict=True):
-        _draw_lines(panel, runs, lambda entry, name=name: entry["held_out"][entry["domain"]][name])
+        _draw_lines(panel, runs, _held_out(name))
         _draw_shifts(panel, runs[0])
         panel.set_ylabel(label)
     panels[0].legend(fontsize="small")
     panels[-1].set_xlabel("rounds of adaptation (held out, on the domain served)")
     return figure
+
+
+def _held_out(name: str, domain: str | None = None) -> Value:
+    """A held-out figure of one domain, or of the one that is served."""
+    return lambda entry: entry["held_out"][domain or entry["domain"]][name]
 
 
 def _draw_lines(panel: Any, runs: Sequence[FinishedShiftRun], value: Value) -> None:
