@@ -1,4 +1,7 @@
-"""Makes `AutoConfig` and `AutoModel` know the package's classes, without importing them before they are used."""
+"""Makes `AutoConfig` and `AutoModel` know the package's classes, without importing them before they are used.
+
+The files of the classes cannot do it themselves: on the Hub they lie beside the weights and run without the package.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ def register_auto_classes() -> None:
     when_imported(_MODELS, _register_models)
     for module_name, _ in _CONFIGURATION_OF_MODEL:
         when_imported(f"{__package__}.{module_name}", _replace_lazy_classes)
+    when_imported(f"{__package__}.modeling_dflash_drafter", _add_card_to_pushes)
 
 
 def _register_configurations(auto: ModuleType) -> None:
@@ -53,6 +57,12 @@ def _replace_lazy_classes(_: ModuleType) -> None:
     # Without it, that module comes later, or is being imported and will have `_register_models` called.
     if auto is not None and hasattr(auto, "AutoModel"):
         _register_models(auto)
+
+
+def _add_card_to_pushes(modeling: ModuleType) -> None:
+    from .hub_upload import add_card_to_pushes
+
+    add_card_to_pushes(modeling.DFlashDrafterPreTrainedModel)
 
 
 def _config_class(module_name: str, name: str) -> Any:

@@ -11,8 +11,10 @@ import typer
 
 from .commands.ablate import app as ablate
 from .commands.bench import bench
+from .commands.card import card
 from .commands.convert import convert
 from .commands.demo import demo
+from .commands.doctor import doctor
 from .commands.export import export
 from .commands.generate import generate
 from .commands.inspect import inspect
@@ -41,6 +43,8 @@ app.command()(train)
 app.command()(export)
 app.command()(convert)
 app.command()(inspect)
+app.command()(card)
+app.command()(doctor)
 app.add_typer(ablate, name="ablate")
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from .errors import InvalidInputError
 
 
-__all__ = ["hub_errors", "reserve_repository", "upload_drafter"]
+__all__ = ["add_card_to_pushes", "hub_errors", "reserve_repository", "upload_drafter"]
 
 # Not the records of the run: they hold the paths of the machine it was on.
 _UPLOADED = ["README.md", "config.json", "*.safetensors", "*.safetensors.index.json", "*.py", "metrics.json"]
+# What stands in every section of transformers' own template.
+_BLANK = "[More Information Needed]"
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
@@ -69,3 +72,32 @@ def upload_drafter(directory: str | Path, repo_id: str) -> str:
         commit_message="Upload drafter",
     )
     return str(commit.commit_url)
+
+
+def add_card_to_pushes(model_class: type) -> None:
+    """
+    Have `model.push_to_hub()` write a drafter's card where the repository has none yet but transformers' blank one.
+
+    The file of the model cannot do this itself: on the Hub it lies beside the weights and runs without the package.
+
+    Args:
+        model_class (`type`):
+            The drafter's class.
+    """
+    upload: Any = model_class._upload_modified_files  # type: ignore[attr-defined]
+
+    def upload_with_card(self: Any, working_dir: str | Path, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        _replace_blank_card(Path(working_dir), repo_id, self.name_or_path)
+        return upload(self, working_dir, repo_id, *args, **kwargs)
+
+    model_class._upload_modified_files = upload_with_card  # type: ignore[attr-defined]
+
+
+def _replace_blank_card(directory: Path, repo_id: str, name_or_path: str) -> None:
+    from .model_card import CARD_FILE, CardOptions, is_generated_card, write_drafter_card
+
+    path = directory / CARD_FILE
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if not text or is_generated_card(text) or _BLANK in text:
+        records = name_or_path if Path(name_or_path or "").is_dir() else None
+        write_drafter_card(directory, CardOptions(repo_id=repo_id, records=records))

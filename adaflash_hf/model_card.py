@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCard
 
 
-__all__ = ["CardOptions", "build_drafter_card", "write_drafter_card"]
+__all__ = ["CardOptions", "build_drafter_card", "is_generated_card", "write_drafter_card"]
 
 CARD_FILE = "README.md"
+# In the template, so that a card written by hand is known from one that can be written anew.
+_MARK = "<!-- Written by `adaflash card` from measured results; what is added by hand is lost when it runs again. -->"
 _TEMPLATE = "drafter.md"
 _TAGS = ("adaflash", "dflash", "speculative-decoding")
 # Under its own name the embedded target is not on the Hub.
@@ -45,6 +47,8 @@ class CardOptions:
         license: Identifier of a licence; by default the target's, from the local cache or, given `repo_id`, the Hub.
         speed_tables: Titles and Markdown of further measurements, in order.
         results: Further entries of the model index.
+        bench: Result files of `adaflash bench`.
+        records: Directory of `run.json` and `metrics.json`; by default the drafter's.
     """
 
     repo_id: str | None = None
@@ -52,6 +56,8 @@ class CardOptions:
     license: str | None = None
     speed_tables: Sequence[tuple[str, str]] = ()
     results: Sequence[EvalResult] = ()
+    bench: Sequence[str | Path] = ()
+    records: str | Path | None = None
 
 
 def write_drafter_card(directory: str | Path, options: CardOptions | None = None) -> Path:
@@ -72,6 +78,17 @@ def write_drafter_card(directory: str | Path, options: CardOptions | None = None
     return path
 
 
+def is_generated_card(text: str) -> bool:
+    """
+    Whether a card can be written anew without losing what somebody wrote.
+
+    Args:
+        text (`str`):
+            A card.
+    """
+    return _MARK in text
+
+
 def build_drafter_card(directory: str | Path, options: CardOptions | None = None) -> ModelCard:
     """
     The model card of a drafter.
@@ -83,15 +100,19 @@ def build_drafter_card(directory: str | Path, options: CardOptions | None = None
             What the directory cannot tell.
 
     Raises:
-        InvalidInputError: the directory holds no drafter.
+        InvalidInputError: the directory holds no drafter, or a result file is of another one.
     """
     from huggingface_hub import ModelCard, ModelCardData
+
+    from .card_measurements import read_bench_file
 
     options = options or CardOptions()
     directory = Path(directory)
     config = _read_config(directory)
-    record = _read_json(directory / "run.json") or {}
-    metrics = _read_json(directory / "metrics.json") or {}
+    records = Path(options.records or directory)
+    record = _read_json(records / "run.json") or {}
+    metrics = _read_json(records / "metrics.json") or {}
+    benches = [read_bench_file(path, config) for path in options.bench]
     settings = record.get("settings", {})
     base_model = options.base_model or _hub_id(config.target_model_name_or_path or settings.get("target", ""))
     tau = tau_by_domain(metrics)
@@ -104,7 +125,12 @@ def build_drafter_card(directory: str | Path, options: CardOptions | None = None
         license=options.license or _license_of(base_model, may_download=options.repo_id is not None),
         datasets=_datasets(record) or None,
         tags=list(_TAGS),
-        eval_results=[*_eval_results(tau, record), *options.results] or None,
+        eval_results=[
+            *_eval_results(tau, record),
+            *(result for bench in benches for result in bench.results()),
+            *options.results,
+        ]
+        or None,
     )
     template = resources.files(__package__).joinpath("model_cards", _TEMPLATE).read_text(encoding="utf-8")
     return ModelCard.from_template(
@@ -114,7 +140,9 @@ def build_drafter_card(directory: str | Path, options: CardOptions | None = None
         base_model=base_model or "the target",
         base_model_link=f"[{base_model}](https://huggingface.co/{base_model})" if base_model else "an unnamed target",
         repo_id=options.repo_id or name,
-        speed_tables=list(options.speed_tables),
+        mark=_MARK,
+        speed_tables=[*(table for bench in benches for table in bench.tables()), *options.speed_tables],
+        servers=_servers(config, base_model or "path/to/target", options.repo_id or name),
         **_shape(config, directory),
         **_results(tau, metrics, record),
         stages=[_stage(stage, number) for number, stage in enumerate(_stages(record), start=1)],
@@ -187,6 +215,24 @@ def _shape(config: DFlashDrafterConfig, directory: Path) -> dict[str, Any]:
         "block_contents": f"the anchor and {config.block_size - 1} more rows, {config.draft_length} drafts",
         "layers_read": f"layers {', '.join(others)} and {last}" if others else f"layer {last}",
     }
+
+
+def _servers(config: DFlashDrafterConfig, target: str, drafter: str) -> list[dict[str, str]]:
+    """Commands for each engine that can serve the drafter; the reason for those that cannot."""
+    from .serving.formats.engine_limits import limits_of
+    from .serving.launch_commands import launch_command
+
+    titles = {"sglang": "SGLang", "vllm": "vLLM"}
+    if config.length_head_config is not None:
+        titles["sglang-plugin"] = "SGLang with the length head, by this package's plugin"
+    entries = []
+    for format_name, title in titles.items():
+        reasons = [limit.text for limit in limits_of(config, format_name) if limit.is_fatal]
+        out = f"{drafter.rpartition('/')[2]}-{format_name}"
+        command = launch_command(format_name, config, target, out)
+        lines = [f"adaflash export {shlex.join([drafter, out])} --to {format_name} --target {shlex.quote(target)}"]
+        entries.append({"title": title, "reason": " ".join(reasons), "commands": "\n".join([*lines, str(command)])})
+    return entries
 
 
 def _num_parameters(config: DFlashDrafterConfig) -> str:

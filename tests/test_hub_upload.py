@@ -5,6 +5,7 @@ from hub_server import running_hub
 from huggingface_hub import constants
 from tiny_models import tiny_drafter
 
+from adaflash_hf import DFlashDrafterModel
 from adaflash_hf.errors import InvalidInputError
 from adaflash_hf.hub_upload import reserve_repository, upload_drafter
 
@@ -39,3 +40,16 @@ def test_what_the_hub_refuses_is_refused_at_once(hub, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(InvalidInputError, match="neither found nor created"):
         reserve_repository("org/drafter")
+
+
+def test_push_to_hub_writes_a_card(hub, tmp_path):
+    tiny_drafter().save_pretrained(tmp_path)
+    (tmp_path / "metrics.json").write_text('{"eval_acceptance_length": 2.75}')
+    drafter = DFlashDrafterModel.from_pretrained(tmp_path)
+    drafter.push_to_hub("org/drafter")
+    card = hub.repositories["org/drafter"]["README.md"].decode()
+    assert 'AutoModel.from_pretrained("org/drafter"' in card and "2.750" in card
+    # What somebody wrote on the Hub stays.
+    hub.repositories["org/drafter"]["README.md"] = b"---\ntags:\n- adaflash\n---\n# By hand\n"
+    drafter.push_to_hub("org/drafter")
+    assert "# By hand" in hub.repositories["org/drafter"]["README.md"].decode()

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hub_server import running_hub
+from huggingface_hub import ModelCard
+from test_card_measurements import bench_data
+from tiny_checkpoints import HEAD
+from tiny_models import tiny_drafter
+
+from adaflash_hf import model_card
+from adaflash_hf.cli import main
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_card, "_license_of", lambda base_model, *, may_download: "mit")
+    path = tmp_path / "my-drafter"
+    tiny_drafter(target_model_name_or_path="org/target-8b", length_head_config=HEAD).save_pretrained(path)
+    (path / "metrics.json").write_text(json.dumps({"eval_acceptance_length": 2.25}))
+    return path
+
+
+def test_help(capsys):
+    assert main(["card", "--help"]) == 0
+    assert "README.md of DRAFTER" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_card_from_measured_files(directory, capsys):
+    (directory / "adaflash-bench.json").write_text(json.dumps(bench_data()))
+    assert main(["card", str(directory), "--repo-id", "org/drafter", "--license", "apache-2.0"]) == 0
+    card = ModelCard.load(directory / "README.md")
+    assert card.data.license == "apache-2.0"
+    assert [result.metric_value for result in card.data.eval_results] == [2.25, 2.5, 2.5]
+    for expected in (
+        "## Speed on gsm8k, Some CPU",
+        "| adaflash | 8 | 25.0 | 2.50x |",
+        "adaflash export org/drafter drafter-sglang --to sglang --target org/target-8b",
+        "sglang serve --model-path org/target-8b --speculative-algorithm DFLASH",
+        "adaflash export org/drafter drafter-sglang-plugin --to sglang-plugin --target org/target-8b",
+        "vllm serve org/target-8b",
+    ):
+        assert expected in card.content, expected
+
+
+def test_what_was_measured_later_is_taken_up(directory, capsys):
+    assert main(["card", str(directory)]) == 0
+    before = (directory / "README.md").read_text()
+    assert "2.250" in before
+    (directory / "metrics.json").write_text(json.dumps({"eval_acceptance_length": 3.5}))
+    assert main(["card", str(directory)]) == 0
+    assert (directory / "README.md").read_text() == before.replace("2.250", "3.500").replace("2.25", "3.5")
+
+
+def test_a_card_by_hand_is_kept(directory, capsys):
+    (directory / "README.md").write_text("# Mine\n")
+    assert main(["card", str(directory)]) == 2
+    assert "not written by this command" in capsys.readouterr().err
+    assert (directory / "README.md").read_text() == "# Mine\n"
+    assert main(["card", str(directory), "--force"]) == 0
+    assert "# Mine" not in (directory / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--push"], "without `--repo-id`"),
+        (["--private"], "without `--push`"),
+        (["--bench", "nothing.json"], "nothing.json"),
+    ],
+)
+def test_refused_before_anything_is_written(options, message, directory, capsys):
+    assert main(["card", str(directory), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (directory / "README.md").exists()
+
+
+def test_pushed_with_the_weights(directory, tmp_path, monkeypatch, capsys):
+    with running_hub() as hub:
+        hub.serve_this_process(monkeypatch, tmp_path / "cache")
+        assert main(["card", str(directory), "--repo-id", "org/drafter", "--push"]) == 0
+        files = hub.repositories["org/drafter"]
+    assert {"README.md", "model.safetensors", "config.json"} <= set(files)
+    assert b'AutoModel.from_pretrained("org/drafter"' in files["README.md"]
