@@ -4,8 +4,9 @@
     python examples/domain_shift.py --trajectories runs/trajectories --replay --out results/domain_shift
 
 Compared on the same traffic and budget, over several seeds: a drafter that stays as it is (static), online speculative
-decoding (osd: forward KL), AdaFlash (hard labels and clipped reverse KL), AdaFlash on a LoRA adapter, and AdaFlash
-without its length head, or with the labels that truncated verification gives it.
+decoding (osd: forward KL), AdaFlash (hard labels and clipped reverse KL), AdaFlash on a LoRA adapter, AdaFlash that
+also learns of the domains it has left (balanced), and AdaFlash whose length head stays as it is, or learns from the
+labels that truncated verification gives it.
 
 By default all requests are decoded by the engine, which also measures tokens per second. `--replay` serves the
 responses that are known already with the drafter alone: the rounds, and so tau and verify lengths, are those of greedy
@@ -38,7 +39,13 @@ from adaflash_hf.evaluation.domain_shift import (
 )
 from adaflash_hf.evaluation.domain_shift_plots import plot_shift
 from adaflash_hf.evaluation.domain_shift_report import shift_results, shift_sections
-from adaflash_hf.evaluation.domain_traffic import DomainResponses, TrafficPlan, TrafficShape, plan_traffic
+from adaflash_hf.evaluation.domain_traffic import (
+    DomainResponses,
+    TrafficPlan,
+    TrafficShape,
+    plan_traffic,
+    too_few_prompts,
+)
 from adaflash_hf.evaluation.result_files import write_results
 from adaflash_hf.training.prompts import encode_prompts, read_prompt_file
 from adaflash_hf.training.trajectories import TrajectorySettings, generate_trajectories
@@ -79,6 +86,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     training.add_argument("--balanced", action="store_true", help="every round learns of all domains seen so far")
     training.add_argument("--guard", action="store_true", help="publish only rounds that held-out traffic approves of")
     training.add_argument("--epochs", type=int, default=2)
+    training.add_argument("--gradient-accumulation", type=int, default=2, help="trajectories per update")
     training.add_argument("--anchors", type=int, default=512, help="blocks per trajectory")
     training.add_argument("--learning-rate", type=float, default=3e-4)
     training.add_argument("--lora-learning-rate", type=float, default=1e-3)
@@ -125,6 +133,7 @@ def settings_of(args: argparse.Namespace, start: str) -> DomainShiftSettings:
         reference_epochs=args.reference_epochs,
         training={
             "epochs": args.epochs,
+            "gradient_accumulation_steps": args.gradient_accumulation,
             "anchors_per_trajectory": args.anchors,
             "balanced": args.balanced,
             "max_tokens": args.max_prompt_tokens + args.max_new_tokens,
@@ -148,15 +157,15 @@ def prompt_files(args: argparse.Namespace, shape: TrafficShape) -> dict[str, Pat
 def choose_prompts(
     files: dict[str, Path], shape: TrafficShape, tokenizer: Any, max_prompt_tokens: int
 ) -> tuple[list[list[int]], list[str]]:
-    """As many different prompts of each domain as are needed, if there are as many, and their domains."""
+    """As many different prompts of each domain as are needed, and their domains."""
     chosen: list[list[int]] = []
     domains: list[str] = []
     for domain, path in files.items():
-        served = shape.phases.count(domain) * shape.rounds_per_phase * shape.trajectories_per_round
-        served += shape.home_trajectories if domain == shape.home else 0
-        wanted = shape.held_out + int(served * (SPARE if shape.held_out_share else 1))
+        wanted = int(shape.prompts_of(domain) * (SPARE if shape.held_out_share else 1))
         encoded = encode_prompts(tokenizer, read_prompt_file(path, domain))
         different = {tuple(ids): ids for ids in encoded if len(ids) <= max_prompt_tokens}
+        if len(different) < shape.prompts_of(domain):
+            raise too_few_prompts(shape, domain, len(different))
         found = list(different.values())[:wanted]
         chosen += found
         domains += [domain] * len(found)
@@ -240,10 +249,11 @@ def main(argv: list[str] | None = None) -> None:
     plans = {seed: plan_traffic(responses, settings.shape, seed) for seed in args.seeds}
     shift = DomainShift(models.target_model, models.drafter, responses, settings, args.out)
     environment = describe_environment(models.target_model, models.drafter)
-    references = run_references(args, shift, plans[args.seeds[0]], models, console)
     runs: list[FinishedShiftRun] = []
+    references: list[FinishedShiftRun] = []
     sections: list[str] = []
     # Seed by seed: a comparison that is stopped early is complete for some seeds.
+    # The references come after the first, which shows whether the rest is worth waiting for.
     for seed in args.seeds:
         for method in dict.fromkeys([STATIC, *args.methods]):
             run, was_done = shift.run(
@@ -255,6 +265,8 @@ def main(argv: list[str] | None = None) -> None:
             runs.append(run)
             console.print(f"{method}, seed {seed}: {'found' if was_done else f'{run.seconds:.0f} s'}", highlight=False)
             sections = write_all(args, runs, references, settings, environment)
+        references = references or run_references(args, shift, plans[seed], models, console)
+        sections = write_all(args, runs, references, settings, environment)
     console.print("\n\n".join(sections), highlight=False, markup=False, soft_wrap=True)
     console.print(f"\nThe results are in {args.out}.", highlight=False, soft_wrap=True)
 

@@ -55,6 +55,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "osd": {"objective": "forward_kl"},
     "adaflash": {"objective": "mixture"},
     "adaflash-lora": {"objective": "mixture", "lora_rank": 16},
+    "adaflash-balanced": {"objective": "mixture", "balanced": True},
     "adaflash-head-off": {"objective": "mixture", "trained_parts": "drafter"},
     "adaflash-truncated": {"objective": "mixture", "length_labels": "truncated"},
 }

@@ -19,7 +19,7 @@ from ..training.trajectories import find_trajectory_shards, read_settings
 from ..training.trajectory_dataset import TrajectoryDataset
 
 
-__all__ = ["DomainResponses", "TrafficPlan", "TrafficRound", "TrafficShape", "plan_traffic"]
+__all__ = ["DomainResponses", "TrafficPlan", "TrafficRound", "TrafficShape", "plan_traffic", "too_few_prompts"]
 
 _TEACHER = ("teacher_ids", "teacher_log_probs")
 
@@ -170,6 +170,17 @@ class TrafficShape:
                 "nothing shifts."
             )
 
+    def prompts_of(self, domain: str) -> int:
+        """
+        Different prompts of a domain that are needed, without those to judge rounds by.
+
+        Args:
+            domain (`str`):
+                Its name.
+        """
+        served = self.phases.count(domain) * self.rounds_per_phase * self.trajectories_per_round
+        return self.held_out + served + (self.home_trajectories if domain == self.home else 0)
+
     @property
     def domains(self) -> list[str]:
         """All domains, the home first."""
@@ -247,7 +258,7 @@ def plan_traffic(responses: DomainResponses, shape: TrafficShape, seed: int) -> 
     for number, phase, domain, count in numbers:
         taken = _take(responses, pools[domain], count, shape.held_out_share)
         if taken is None:
-            raise _too_few(responses, shape, domain)
+            raise too_few_prompts(shape, domain, len(responses.of_domain(domain)))
         rounds.append(TrafficRound(number, phase, domain, tuple(taken)))
     return TrafficPlan(tuple(rounds), held_out)
 
@@ -263,12 +274,20 @@ def _take(responses: DomainResponses, pool: list[int], count: int, held_out_shar
     return taken
 
 
-def _too_few(responses: DomainResponses, shape: TrafficShape, domain: str) -> InvalidInputError:
-    phases: Sequence[str] = [phase for phase in shape.phases if phase == domain]
-    wanted = len(phases) * shape.rounds_per_phase * shape.trajectories_per_round + shape.held_out
-    wanted += shape.home_trajectories if domain == shape.home else 0
+def too_few_prompts(shape: TrafficShape, domain: str, count: int) -> InvalidInputError:
+    """
+    The error that says how many prompts there are and how many are needed.
+
+    Args:
+        shape (`TrafficShape`):
+            What is wanted.
+        domain (`str`):
+            Domain that has too few.
+        count (`int`):
+            Different prompts that it has.
+    """
     share = f" and {shape.held_out_share:.0%} on top to judge by" if shape.held_out_share else ""
     return InvalidInputError(
-        f"{len(responses.of_domain(domain))} different prompts of {domain!r} are there, {wanted}{share} are needed; "
-        "give more of them (`adaflash prompts` makes some), or serve fewer rounds or trajectories."
+        f"{count} different prompts of {domain!r} are there, {shape.prompts_of(domain)}{share} are needed; give more "
+        "of them (`adaflash prompts` makes some), or serve fewer rounds or trajectories."
     )

@@ -1,0 +1,95 @@
+"""The example of a domain shift: one command from prompt files to tables and curves, and again from answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from published_drafters import adapted_drafter
+from stand_ins import SPECIAL_TOKENS, byte_tokenizer
+from tiny_models import tiny_target
+
+from adaflash_hf.commands.loading import LoadedModels
+from adaflash_hf.errors import InvalidInputError
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "domain_shift.py"
+SMALL = [
+    "--rounds-per-phase", "1", "--trajectories-per-round", "2", "--held-out", "2", "--max-new-tokens", "12",
+    "--epochs", "1", "--anchors", "4", "--reference-epochs", "1", "--seeds", "0", "--phases", "code", "maths",
+]  # fmt: skip
+
+
+@pytest.fixture
+def example(monkeypatch):
+    spec = importlib.util.spec_from_file_location("domain_shift_example", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    target = tiny_target("llama", vocab_size=len(SPECIAL_TOKENS) + 256)
+    drafter = adapted_drafter(vocab_size=target.config.vocab_size)
+    models = LoadedModels(target, byte_tokenizer(), drafter)
+    monkeypatch.setattr(module, "load_models", lambda *a: models)
+    monkeypatch.setattr(module, "load_drafter", lambda *a: drafter)
+    return module
+
+
+@pytest.fixture
+def data(tmp_path):
+    directory = tmp_path / "data"
+    directory.mkdir()
+    lines = [json.dumps({"question": f"{i} + 1?"}) for i in range(9)]
+    (directory / "gsm8k_train.jsonl").write_text("\n".join([*lines, lines[0]]), encoding="utf-8")
+    (directory / "codealpaca.json").write_text(json.dumps([{"text": f"f{i}"} for i in range(9)]), encoding="utf-8")
+    return directory
+
+
+def test_from_prompts_to_tables_and_curves(example, data, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ["--data", str(data), "--out", str(out), "--methods", "adaflash", *SMALL]
+    example.main(arguments)
+    shown = capsys.readouterr().out
+    assert "trained on code: held-out tau" in shown and "| 1: code | adaflash |" in shown
+    results = json.loads((out / "domain_shift.json").read_text())
+    assert [run["method"] for run in results["runs"]] == ["static", "adaflash"]
+    assert [entry["domain"] for entry in results["runs"][1]["rounds"]] == ["maths", "code", "maths"]
+    assert all(entry["served"]["different_responses"] == 0 for run in results["runs"] for entry in run["rounds"])
+    assert results["config"]["is_live"] and results["environment"]["torch"] == torch.__version__
+    assert str(tmp_path) not in json.dumps(results["config"])
+    assert (out / "domain_shift.md").read_text().startswith("# Domain shift\n")
+    assert len(list(out.glob("domain_shift-*.png"))) == 3
+    # The same again finds all, and answers that are there may be replayed.
+    example.main(arguments)
+    assert "static, seed 0: found" in capsys.readouterr().out
+    replay = ["--trajectories", str(out / "trajectories"), "--replay", "--out", str(tmp_path / "replay"), "--no-plots"]
+    example.main([*replay, "--methods", "static", "--reference", "code=any", *SMALL])
+    replayed = json.loads((tmp_path / "replay" / "domain_shift.json").read_text())
+    for live, other in zip(results["runs"][0]["rounds"], replayed["runs"][0]["rounds"], strict=True):
+        assert live["served"]["rounds"] == other["served"]["rounds"]
+        assert live["held_out"] == other["held_out"]
+    code = replayed["runs"][0]["phases"][0]
+    assert code["reference"] == code["start"] and code["recovered"] is None
+
+
+def test_what_is_missing_is_said_before_anything_is_answered(example, data, tmp_path):
+    def run(*arguments):
+        example.main([*SMALL, "--out", str(tmp_path / "out"), *arguments])
+
+    with pytest.raises(InvalidInputError, match="No prompts of 'maths': None is not a file"):
+        run()
+    with pytest.raises(InvalidInputError, match="No prompts of 'chat'.*alpaca_seed_tasks.jsonl is not a file"):
+        run("--data", str(data), "--phases", "chat")
+    with pytest.raises(InvalidInputError, match="`--prompts` is 'code'; give it as DOMAIN=VALUE"):
+        run("--data", str(data), "--prompts", "code")
+    with pytest.raises(InvalidInputError, match="9 different prompts of 'maths' are there, 14 are needed"):
+        run("--data", str(data), "--rounds-per-phase", "5")
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_names_every_method():
+    shown = subprocess.run([sys.executable, str(EXAMPLE), "--help"], capture_output=True, text=True, check=True).stdout
+    assert "adaflash-truncated" in shown and "--replay" in shown
