@@ -26,6 +26,7 @@ from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from .cpu_arithmetic import multiplies_natively
 from .errors import InvalidInputError, MissingDependencyError
 
 
@@ -114,11 +115,7 @@ def default_dtype(device: str | torch.device) -> torch.dtype:
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     if device.type == "cpu":
-        # `torch.ops.mkldnn._is_mkldnn_bf16_supported` is of no use on x86: it is also true for plain AVX512, where
-        # oneDNN emulates.
-        capabilities = torch.cpu.get_capabilities()
-        native = any(capabilities.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16"))
-        return torch.bfloat16 if native else torch.float32
+        return torch.bfloat16 if multiplies_natively(torch.bfloat16) else torch.float32
     return torch.float32
 
 

@@ -78,7 +78,7 @@ PrepackOption = Annotated[
     bool,
     typer.Option(
         "--prepack/--no-prepack",
-        help="On a CPU in float32: rearrange the weights of both models for blocks of rows (more memory, faster).",
+        help="On a CPU that emulates the dtype, or in float32: rearrange weights for blocks of rows (memory for speed).",
     ),
 ]
 VerboseOption = Annotated[

@@ -114,5 +114,7 @@ def _cut_head(output_embeddings: nn.Linear, token_ids: torch.Tensor) -> nn.Linea
             "`drafter.set_draft_vocabulary(None)` to draft from all tokens."
         )
     head = select_head_rows(output_embeddings, token_ids)
+    if isinstance(head, PrepackedLinear):
+        head.allows_rounding = True  # what is drafted need not be exact
     _CUTS[output_embeddings] = (stamp, head)
     return head

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 
 import torch
 import transformers
+from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from .compatibility import unwrap_model
 from .packed_drafter import PackedDrafter
 from .packed_target import PackedTarget
+from .prepacking import PrepackedLinear
 
 
 __all__ = ["EngineRoundBench", "cost_fingerprint"]
@@ -27,9 +29,15 @@ def _describe(model: PreTrainedModel) -> str:
     config = unwrap_model(model).config
     shape = json.dumps(config.to_dict(), sort_keys=True, default=str)
     digest = hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()
-    layers = sorted({type(module).__name__ for module in model.modules()})
-    kinds = hashlib.blake2b(",".join(layers).encode(), digest_size=4).hexdigest()  # prepacked, quantised, adapted
+    layers = sorted({_kind(module) for module in model.modules()})
+    kinds = hashlib.blake2b(",".join(layers).encode(), digest_size=4).hexdigest()
     return f"{type(unwrap_model(model)).__name__}-{digest}-{kinds}"
+
+
+def _kind(module: nn.Module) -> str:
+    """What a layer's speed depends on besides its shape: whether it is prepacked and how, quantised, adapted."""
+    layout = f":{module.layout}" if isinstance(module, PrepackedLinear) else ""
+    return type(module).__name__ + layout
 
 
 def cost_fingerprint(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, str]:

@@ -1,16 +1,38 @@
 """Prepacked linear layers compute what `nn.Linear` computes, and stay up to date with their weights."""
 
 import copy
+import pickle
 
 import pytest
 import torch
+from tiny_models import tiny_target
 from torch import nn
 
-from adaflash_hf.generation.prepacking import PrepackedLinear, prepack_linear_layers, restore_linear_layers
+from adaflash_hf.generation.prepacking import (
+    PrepackedLinear,
+    can_prepack_half,
+    prepack_linear_layers,
+    restore_linear_layers,
+)
 
 
 # float32 sums of 40 products in another order
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+HALVES = [torch.bfloat16, torch.float16]
+needs_half = pytest.mark.skipif(not can_prepack_half(), reason="this build of PyTorch has no FBGEMM")
+
+
+@pytest.fixture
+def no_half_instructions(monkeypatch):
+    """A processor like most: it emulates bfloat16 and float16."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+
+
+def bfloat16_values(layers: nn.Module) -> nn.Module:
+    """As read from a bfloat16 checkpoint into float32."""
+    for parameter in layers.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    return layers
 
 
 @pytest.fixture
@@ -48,9 +70,114 @@ def test_gradients_still_flow(layers):
     assert layers[0].weight.grad is not None
 
 
-def test_other_dtypes_are_left_alone(layers):
-    assert prepack_linear_layers(layers.bfloat16()) == 0
+@pytest.mark.parametrize("dtype", HALVES)
+def test_dtypes_with_instructions_are_left_alone(layers, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True, "amx_fp16": True})
+    assert prepack_linear_layers(layers.to(dtype)) == 0
     assert type(layers[0]) is nn.Linear
+
+
+@needs_half
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", [(1, 40), (40,), (2, 7, 40), (0, 40)])
+def test_half_dtypes_are_summed_in_float32(layers, dtype, shape, no_half_instructions):
+    layers.to(dtype)
+    inputs = torch.randn(*shape).to(dtype)
+    with torch.no_grad():
+        exact = nn.functional.linear(inputs.double(), layers[0].weight.double(), layers[0].bias.double())
+        native = layers[0](inputs)
+        assert prepack_linear_layers(layers) == 2
+        assert layers[0].layout == "half"
+        actual = layers[0](inputs)
+    assert actual.dtype == dtype
+    assert actual.shape == native.shape
+    # one rounding of the exact sum, where a native product may round more than once
+    torch.testing.assert_close(actual, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
+    torch.testing.assert_close(actual, native, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+@needs_half
+def test_float32_weights_that_float16_holds_take_half_the_bytes(layers):
+    bfloat16_values(layers)
+    inputs = torch.randn(5, 40)
+    with torch.no_grad():
+        expected = layers(inputs)
+        prepack_linear_layers(layers)
+        assert [layer.layout for layer in (layers[0], layers[2])] == ["half", "half"]
+        torch.testing.assert_close(layers(inputs), expected, **TOLERANCE)
+
+
+@needs_half
+@pytest.mark.parametrize("magnitude", [2.0**-40, 2.0**40])
+def test_weights_outside_of_the_range_of_float16_are_scaled(layers, magnitude):
+    bfloat16_values(layers)[0].weight.data.mul_(magnitude)
+    inputs = torch.randn(5, 40)
+    with torch.no_grad():
+        layers[0].bias.zero_()
+        expected = layers[0](inputs)
+        prepack_linear_layers(layers)
+        assert layers[0].layout == "half"
+        torch.testing.assert_close(layers[0](inputs) / magnitude, expected / magnitude, **TOLERANCE)
+
+
+@needs_half
+@pytest.mark.parametrize("damage", ["one bit", "infinite", "far apart"])
+def test_float32_weights_that_float16_would_change_stay_float32(layers, damage):
+    weight = bfloat16_values(layers)[0].weight.data
+    weight[0, 0] = {"one bit": 1 + 2.0**-20, "infinite": float("inf"), "far apart": 2.0**100}[damage]
+    if damage == "far apart":
+        weight[0, 1:] = 0  # an output of its own, beside outputs that are much smaller
+    inputs = torch.randn(2, 40)
+    with torch.no_grad():
+        expected = layers[0](inputs)
+        prepack_linear_layers(layers)
+        torch.testing.assert_close(layers[0](inputs), expected, **TOLERANCE)
+    assert layers[0].layout == "full"
+
+
+@needs_half
+def test_rounding_is_for_those_who_allow_it(layers):
+    inputs = torch.randn(6, 40)
+    with torch.no_grad():
+        exact = layers(inputs)
+        prepack_linear_layers(layers)
+        assert layers[0].layout == "full"
+        prepack_linear_layers(layers, allow_rounding=True)
+        restore_linear_layers(layers)
+        prepack_linear_layers(layers, allow_rounding=True)
+        assert layers[0].layout == "half"
+        torch.testing.assert_close(layers(inputs), exact, rtol=2**-9, atol=2**-9)
+        restore_linear_layers(layers)
+        prepack_linear_layers(layers)
+        assert layers[0].layout == "full"
+
+
+@needs_half
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_follows_updates_of_every_layout(layers, dtype, no_half_instructions):
+    bfloat16_values(layers).to(dtype)
+    prepack_linear_layers(layers)
+    inputs = torch.randn(4, 40).to(dtype)
+    with torch.no_grad():
+        before = layers[2](inputs[:, :24])
+        layers[2].weight.mul_(2.0)
+        assert torch.equal(layers[2](inputs[:, :24]), 2 * before)
+        layers[2].weight.zero_()
+        assert not layers[2](inputs[:, :24]).any()
+
+
+@needs_half
+def test_logits_of_a_bfloat16_target(no_half_instructions):
+    target = tiny_target("llama").bfloat16()
+    ids = torch.arange(1, 25)[None]
+    with torch.no_grad():
+        native = target(ids).logits.float()
+        assert prepack_linear_layers(target) > 0
+        packed = target(ids).logits.float()
+    exact = tiny_target("llama").to(torch.bfloat16).float()(ids).logits
+    assert (packed - native).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps * native.abs().max()
+    # as near to the same weights in float32 as native products are
+    assert (packed - exact).abs().mean() <= 1.2 * (native - exact).abs().mean()
 
 
 def test_converted_after_packing_still_works(layers):
@@ -60,13 +187,17 @@ def test_converted_after_packing_still_works(layers):
         assert layers(torch.randn(2, 40, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_copies_and_state_dict(layers):
+@pytest.mark.parametrize("half", [False, True])
+def test_copies_and_state_dict(layers, half):
+    if half:
+        bfloat16_values(layers)
     names = list(layers.state_dict())
     prepack_linear_layers(layers)
     assert list(layers.state_dict()) == names
     inputs = torch.randn(4, 40)
     with torch.no_grad():
         torch.testing.assert_close(copy.deepcopy(layers)(inputs), layers(inputs))
+        torch.testing.assert_close(pickle.loads(pickle.dumps(layers))(inputs), layers(inputs))
 
 
 def test_restore(layers):
