@@ -19,6 +19,7 @@ from .commands.export import export
 from .commands.generate import generate
 from .commands.inspect import inspect
 from .commands.prompts import prompts
+from .commands.serve import app as serve
 from .commands.train import train
 from .commands.trajectories import trajectories
 from .errors import AdaFlashError
@@ -46,6 +47,7 @@ app.command()(inspect)
 app.command()(card)
 app.command()(doctor)
 app.add_typer(ablate, name="ablate")
+app.add_typer(serve, name="serve")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

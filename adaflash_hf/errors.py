@@ -23,6 +23,10 @@ class DrafterExportError(AdaFlashError, RuntimeError):
     """A drafter cannot be written: the format or engine cannot hold it, or the place cannot be written to."""
 
 
+class ServerError(AdaFlashError, RuntimeError):
+    """A running inference server cannot be reached, refuses, or has done something else than it was asked for."""
+
+
 class UnsupportedGenerationError(AdaFlashError, ValueError):
     """A `generate()` option, target or cache cannot be served; raised before the first token."""
 
@@ -58,5 +62,6 @@ __all__ = [
     "MissingDependencyError",
     "PublishedVersionError",
     "ReplayBufferError",
+    "ServerError",
     "UnsupportedGenerationError",
 ]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ..configuration_dflash_drafter import DFlashDrafterConfig
+
+if TYPE_CHECKING:
+    from ..configuration_dflash_drafter import DFlashDrafterConfig
 
 
 __all__ = ["LaunchCommand", "launch_command", "sglang_command", "vllm_command"]

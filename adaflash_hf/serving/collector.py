@@ -1,0 +1,426 @@
+"""A proxy in front of a running server with the OpenAI interface, which turns its traffic into trajectories.
+
+    client -> adaflash serve collect -> SGLang, vLLM or another server
+                        |
+                  replay buffer -> adaflash online
+
+Requests and answers go through as they are, streamed ones as they come. Chat and completions are listened to; SGLang
+and vLLM are asked for token ids on the way, which are taken out again. What goes wrong with recording never reaches a
+client, and a client that leaves is left by the upstream request too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InvalidInputError, MissingDependencyError
+from ..online.recorder import TrajectoryRecorder
+from .collector_metrics import prometheus_text
+from .observed_response import ObservedResponse
+from .response_tokens import PendingResponse, ResponseTokens
+from .served_versions import version_of_label
+from .upstream_dialects import ADDED_MARKS, DIALECTS, Dialect, without_added
+
+
+if TYPE_CHECKING:
+    import httpx
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+
+__all__ = ["DOMAIN_HEADER", "RECORD_HEADER", "Collector", "CollectorSettings", "serve_collector"]
+
+logger = logging.getLogger(__name__)
+
+DOMAIN_HEADER = "x-adaflash-domain"
+RECORD_HEADER = "x-adaflash-record"
+OWN_PATH = "/adaflash"
+_RECORDED_ROUTES = ("chat/completions", "completions")
+# Belong to one connection, or are set anew for the next one.
+_PER_CONNECTION = frozenset(
+    "connection content-length host keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding "
+    "upgrade".split()
+)
+_GRACE_S = 60
+_OWN_HEADERS = frozenset((DOMAIN_HEADER, RECORD_HEADER))
+
+
+@dataclass(frozen=True)
+class CollectorSettings:
+    """
+    Settings of [`Collector`].
+
+    Attributes:
+        upstream: Address of the server, with or without `/v1`.
+        dialect: `"sglang"`, `"vllm"`, `"other"`, or None to ask the server.
+        api_key: For the collector's own questions to the server; clients send theirs.
+        connect_timeout_s: Give a server that does not answer up after this long. Answers may take any time.
+        version_poll_s: Seconds between two looks at which drafter version serves.
+    """
+
+    upstream: str
+    dialect: str | None = None
+    api_key: str | None = None
+    connect_timeout_s: float = 10.0
+    version_poll_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.upstream.startswith(("http://", "https://")):
+            raise InvalidInputError(f"`upstream` is {self.upstream!r}, expected an address as 'http://host:30000'.")
+        if self.dialect is not None and self.dialect not in DIALECTS:
+            raise InvalidInputError(f"`dialect` is {self.dialect!r}; choose one of {', '.join(sorted(DIALECTS))}.")
+
+    @property
+    def root(self) -> str:
+        """Address without `/v1`."""
+        return self.upstream.rstrip("/").removesuffix("/v1")
+
+
+class Collector:
+    """
+    The proxy.
+
+    Args:
+        settings (`CollectorSettings`): Where the server is, and how to ask it.
+        recorder (`TrajectoryRecorder`): Where trajectories go.
+        tokens (`ResponseTokens`): Makes token ids of what went by.
+    """
+
+    def __init__(self, settings: CollectorSettings, recorder: TrajectoryRecorder, tokens: ResponseTokens) -> None:
+        self.settings, self.recorder, self.tokens = settings, recorder, tokens
+        self._http_module = _import_httpx()
+        self._http: httpx.AsyncClient | None = None
+        self._dialect: Dialect | None = None if settings.dialect is None else DIALECTS[settings.dialect]
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """What has been done so far, for JSON."""
+        return {
+            "upstream": self.settings.root,
+            "dialect": None if self._dialect is None else self._dialect.name,
+            "drafter_version": self.tokens.history.current,
+            "answers": self.tokens.counts,
+            "recorder": asdict(self.recorder.counts),
+        }
+
+    def application(self) -> Starlette:
+        """The ASGI application."""
+        try:
+            from starlette.applications import Starlette
+            from starlette.responses import JSONResponse, PlainTextResponse
+            from starlette.routing import Route
+        except ImportError as error:
+            raise _missing("starlette") from error
+
+        async def status(request: Request) -> Response:
+            return JSONResponse(self.status)
+
+        async def metrics(request: Request) -> Response:
+            return PlainTextResponse(prometheus_text(self.status), media_type="text/plain; version=0.0.4")
+
+        methods = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+        routes = [
+            Route(f"{OWN_PATH}/status", status),
+            Route(f"{OWN_PATH}/metrics", metrics),
+            Route("/{path:path}", self._pass, methods=methods),
+        ]
+        return Starlette(routes=routes, lifespan=self._lifespan)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, application: Starlette) -> AsyncIterator[None]:
+        httpx = self._http_module
+        # Answers may take any time, and as many may run at once as the server takes.
+        timeout = httpx.Timeout(None, connect=self.settings.connect_timeout_s)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        async with httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False) as self._http:
+            watch = asyncio.create_task(self._watch_version())
+            try:
+                yield
+            finally:
+                watch.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await watch
+
+    # What is asked of the server for ourselves
+
+    async def _watch_version(self) -> None:
+        while True:
+            info = await self._ask("/model_info", self._own_key)
+            version = version_of_label((info or {}).get("weight_version"))
+            if version is not None:
+                self.tokens.history.saw(version)
+            await asyncio.sleep(self.settings.version_poll_s)
+
+    @property
+    def _own_key(self) -> str | None:
+        return None if self.settings.api_key is None else f"Bearer {self.settings.api_key}"
+
+    async def _found_dialect(self, authorization: str | None) -> Dialect:
+        """Asks once which server it is; one that cannot be reached is asked again by the next request."""
+        if self._dialect is None:
+            authorization = self._own_key or authorization
+            if "weight_version" in (await self._ask("/model_info", authorization) or {}):
+                self._dialect = DIALECTS["sglang"]
+            elif (models := await self._ask("/v1/models", authorization)) is not None:
+                owners = {model.get("owned_by") for model in models.get("data") or []}
+                self._dialect = DIALECTS["vllm" if "vllm" in owners else "other"]
+            else:
+                return DIALECTS["other"]
+            logger.info("The server at %s is of the kind %s.", self.settings.root, self._dialect.name)
+        return self._dialect
+
+    async def _ask(self, path: str, authorization: str | None) -> dict[str, Any] | None:
+        assert self._http is not None
+        headers = {} if authorization is None else {"Authorization": authorization}
+        try:
+            response = await self._http.get(f"{self.settings.root}{path}", headers=headers, timeout=5.0)
+            fields = response.json() if response.is_success else None
+        except (self._http_module.HTTPError, ValueError):
+            return None
+        return fields if isinstance(fields, dict) else None
+
+    # What clients ask
+
+    async def _pass(self, request: Request) -> Response:
+        body = await request.body()
+        route = request.url.path.removeprefix("/v1/")
+        if request.method == "POST" and request.url.path.startswith("/v1/") and route in _RECORDED_ROUTES:
+            fields = _object_of(body)
+            if fields is not None and request.headers.get(RECORD_HEADER, "").lower() not in ("no", "false", "0"):
+                return await self._pass_recorded(request, route, fields)
+        return await self._forward(request, body)
+
+    async def _pass_recorded(self, request: Request, route: str, fields: dict[str, Any]) -> Response:
+        added = (await self._found_dialect(request.headers.get("authorization"))).added_to(route, fields)
+        body = json.dumps(fields | dict.fromkeys(added, True)).encode()
+        observed = ObservedResponse(route, fields, request.headers.get(DOMAIN_HEADER))
+        return await self._forward(request, body, _Listener(self, observed, added))
+
+    async def _forward(self, request: Request, body: bytes, listener: _Listener | None = None) -> Response:
+        from starlette.responses import Response, StreamingResponse
+
+        assert self._http is not None
+        # Not the client's own `build_request`, which would add headers that nobody sent.
+        outgoing = self._http_module.Request(
+            request.method,
+            self._http_module.URL(self.settings.root).copy_with(raw_path=_raw_path(request)),
+            headers=_passed_on(request.headers.raw, is_readable=listener is not None),
+            content=body,
+        )
+        try:
+            answer = await _while_connected(request, self._http.send(outgoing, stream=True))
+        except self._http_module.HTTPError as error:
+            return self._unreachable(error)
+        if answer is None:
+            return self._left(listener)
+        if answer.is_error:
+            listener = None
+        headers = _passed_on(answer.headers.raw)
+        if listener is None:
+            headers += [(name, value) for name, value in answer.headers.raw if name.lower() == b"content-length"]
+        if listener is None or answer.headers.get("content-type", "").startswith("text/event-stream"):
+            response: Response = StreamingResponse(self._streamed(answer, listener), answer.status_code)
+        else:
+            read = await _while_connected(request, _read_whole(answer))
+            if read is None:
+                return self._left(listener)
+            content = listener.whole(read)
+            response = Response(content, answer.status_code)
+            headers.append((b"content-length", str(len(content)).encode()))
+        response.raw_headers = headers
+        return response
+
+    async def _streamed(self, answer: httpx.Response, listener: _Listener | None) -> AsyncIterator[bytes]:
+        import anyio
+
+        try:
+            if listener is None:
+                async for piece in answer.aiter_raw():
+                    yield piece
+                return
+            async for event in _events(answer.aiter_bytes()):
+                if (passed := listener.event(event)) is not None:
+                    yield passed
+        except self._http_module.HTTPError as error:
+            logger.warning("The server at %s broke off an answer: %s", self.settings.root, error)
+            if listener is None:
+                raise  # so that the client sees that it is not whole
+            yield _as_event({"error": {"message": f"the server broke off: {error}", "type": "upstream_error"}})
+        finally:
+            if listener is not None:
+                listener.ended()
+            # The server is to learn that nobody reads any more, even though this task is being cancelled for that.
+            with anyio.CancelScope(shield=True):
+                await answer.aclose()
+
+    def _left(self, listener: _Listener | None) -> Response:
+        from starlette.responses import Response
+
+        if listener is not None:
+            self.tokens.count("client_left")
+        return Response(status_code=499)  # nobody is there to read it
+
+    def _unreachable(self, error: Exception) -> Response:
+        from starlette.responses import JSONResponse
+
+        message = f"The server at {self.settings.root} cannot be reached: {type(error).__name__}: {error}"
+        return JSONResponse({"error": {"message": message, "type": "upstream_error", "code": 502}}, 502)
+
+
+class _Listener:
+    """Takes one answer down as it goes by, and out of it what only we asked for."""
+
+    def __init__(self, collector: Collector, observed: ObservedResponse, added: tuple[str, ...]) -> None:
+        self._collector, self._observed, self._added = collector, observed, added
+
+    def whole(self, content: bytes) -> bytes:
+        """An answer that is not streamed."""
+        fields = _object_of(content)
+        if fields is None:
+            self._collector.tokens.count("no_json")
+            return content
+        self._observed.add(fields)
+        self.ended()
+        if not self._added:
+            return content
+        return json.dumps(without_added(fields, self._added) or {}, ensure_ascii=False).encode()
+
+    def event(self, event: bytes) -> bytes | None:
+        """One event of a stream, with its blank line; None if the client would not have got it."""
+        data = b"\n".join(
+            line[5:].strip() for line in event.replace(b"\r\n", b"\n").split(b"\n") if line.startswith(b"data:")
+        )
+        fields = _object_of(data)
+        if fields is None:
+            return event  # a comment, or the end
+        self._observed.add(fields)
+        if not self._added or not any(mark in event for mark in ADDED_MARKS):
+            return event
+        cleaned = without_added(fields, self._added)
+        return None if cleaned is None else _as_event(cleaned)
+
+    def ended(self) -> None:
+        """Nothing more will come: whole, broken off, or left by the client."""
+        collector, observed = self._collector, self._observed
+        if observed.is_failed:
+            collector.tokens.count("failed")
+            return
+        if not observed.choices:
+            collector.tokens.count("client_left")
+        for index in observed.choices:
+            collector.recorder.record(PendingResponse(collector.tokens, observed, index))
+
+
+def serve_collector(collector: Collector, host: str, port: int, *, verbose: bool = False) -> None:
+    """
+    Listen until the process is asked to end; answers that are under way are finished first.
+
+    Args:
+        collector (`Collector`): The proxy.
+        host (`str`): Address to listen on.
+        port (`int`): Port to listen on.
+        verbose (`bool`, *optional*, defaults to `False`): Whether to log each request.
+    """
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise _missing("uvicorn") from error
+    uvicorn.run(
+        collector.application(),
+        host=host,
+        port=port,
+        access_log=verbose,
+        log_config=None,
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=_GRACE_S,
+    )
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """What comes of the work; None if the client leaves first, and the work is then given up."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, leaving):
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+
+async def _read_whole(answer: httpx.Response) -> bytes:
+    try:
+        return await answer.aread()
+    finally:
+        await answer.aclose()
+
+
+async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Server-sent events, each with the blank line that ends it, as soon as it is whole."""
+    waiting = b""
+    async for piece in pieces:
+        waiting += piece
+        while (found := _end_of_event(waiting)) is not None:
+            yield waiting[:found]
+            waiting = waiting[found:]
+    if waiting:
+        yield waiting
+
+
+def _end_of_event(data: bytes) -> int | None:
+    ends = [place + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (place := data.find(mark)) >= 0]
+    return min(ends, default=None)
+
+
+def _as_event(fields: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(fields, ensure_ascii=False).encode() + b"\n\n"
+
+
+def _object_of(content: bytes) -> dict[str, Any] | None:
+    try:
+        fields = json.loads(content)
+    except ValueError:
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def _raw_path(request: Request) -> bytes:
+    query: bytes = request.scope.get("query_string", b"")
+    path: bytes = request.scope.get("raw_path") or request.url.path.encode()
+    return path + (b"?" + query if query else b"")
+
+
+def _passed_on(headers: list[tuple[bytes, bytes]], *, is_readable: bool = False) -> list[tuple[bytes, bytes]]:
+    """Headers for the other side; `is_readable` keeps the server from compressing what we have to read."""
+    left_out = _PER_CONNECTION | _OWN_HEADERS | ({"accept-encoding"} if is_readable else set())
+    kept = [(name.lower(), value) for name, value in headers if name.lower().decode("latin-1") not in left_out]
+    return [*kept, (b"accept-encoding", b"identity")] if is_readable else kept
+
+
+def _import_httpx() -> Any:
+    try:
+        import httpx
+    except ImportError as error:
+        raise _missing("httpx") from error
+    return httpx
+
+
+def _missing(name: str) -> MissingDependencyError:
+    return MissingDependencyError(
+        f"`adaflash serve` needs {name}, which is not installed. Run: pip install 'adaflash-hf[serve]'."
+    )

@@ -1,0 +1,142 @@
+"""The commands as a shell runs them: real processes, real signals."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+from sglang_server import SGLangServer
+from tiny_models import tiny_drafter, tiny_target
+
+from adaflash_hf import cli
+from adaflash_hf.online.published_versions import VersionManifest
+from adaflash_hf.online.publisher import Publisher
+from adaflash_hf.online.replay_buffer import ReplayBuffer
+from adaflash_hf.serving.draft_payload import draft_weights
+from adaflash_hf.serving.formats import convert_drafter
+
+
+@pytest.mark.parametrize("command", [[], ["sglang"], ["reload"], ["collect"]])
+def test_help(command, capsys):
+    assert cli.main(["serve", *command, "--help"]) == 0
+    assert "Usage" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def drafter():
+    return tiny_drafter(tiny_target("llama"))
+
+
+@pytest.fixture
+def export(drafter, tmp_path):
+    drafter.save_pretrained(tmp_path / "native")
+    convert_drafter(tmp_path / "native", tmp_path / "export", "sglang")
+    return str(tmp_path / "export")
+
+
+@pytest.fixture
+def python(tmp_path):
+    """An interpreter beside a `sglang` that writes down how it was called and answers /health."""
+    folder = tmp_path / "env"
+    site = folder / "site" / "sglang-0.5.23.dist-info"
+    site.mkdir(parents=True)
+    (site / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.23\n")
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{folder}/site" exec "{sys.executable}" -S "$@"\n')
+    script = folder / "sglang"
+    script.write_text(
+        f"#!{sys.executable}\n"
+        "import http.server, json, signal, sys\n"
+        f"json.dump(sys.argv[1:], open({str(folder / 'called')!r}, 'w'))\n"
+        "class Handler(http.server.BaseHTTPRequestHandler):\n"
+        "    def log_message(self, *args): pass\n"
+        "    def do_GET(self): self.send_response(200); self.end_headers()\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        "port = int(sys.argv[sys.argv.index('--port') + 1])\n"
+        "http.server.HTTPServer(('127.0.0.1', port), Handler).serve_forever()\n"
+    )
+    for path in (python, script):
+        path.chmod(0o755)
+    return python
+
+
+def free_port() -> int:
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return int(place.getsockname()[1])
+
+
+def test_the_command_is_shown(export, python, capsys):
+    arguments = ["serve", "sglang", export, "--target", "org/target", "--python", str(python), "--print"]
+    assert cli.main([*arguments, "--attention-backend", "fa3", "--", "--log-level", "debug"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(
+        f"{python.parent}/sglang serve --model-path org/target --speculative-algorithm DFLASH"
+    )
+    assert captured.out.endswith(
+        "--attention-backend fa3 --weight-version adaflash-0 --enable-metrics --log-level debug\n"
+    )
+    assert "note: SGLang runs at most 48 requests" in captured.err
+
+
+def test_it_is_run_and_ended(export, python):
+    port = free_port()
+    arguments = ["serve", "sglang", export, "--target", "org/target", "--python", str(python), "--port", str(port)]
+    command = [sys.executable, "-m", "adaflash_hf.cli", *arguments]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "ready at" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert lines[-1] == f"adaflash: ready at http://127.0.0.1:{port}\n"
+    assert json.loads((python.parent / "called").read_text())[:3] == ["serve", "--model-path", "org/target"]
+
+
+def test_without_sglang(export, capsys):
+    # The Python of these tests has none: SGLang pins another torch.
+    assert cli.main(["serve", "sglang", export, "--target", "t", "--print"]) == 2
+    assert "pip install sglang==" in capsys.readouterr().err
+
+
+def test_reload_once(drafter, tmp_path, capsys):
+    publisher = Publisher(tmp_path / "published")
+    publisher.publish(drafter, VersionManifest(0))
+    draft = dict(draft_weights(publisher.path_of(0), has_plugin=False).tensors)
+    with SGLangServer(draft=draft, target={"norm.weight": draft["norm.weight"]}).run() as server:
+        arguments = ["serve", "reload", str(publisher.directory), "--replica", server.url, "--once"]
+        assert cli.main([*arguments, "--probe-prompts", "2"]) == 0
+        assert server.weight_version == "adaflash-0"
+    assert f"{server.url}: version 0" in capsys.readouterr().out
+    assert cli.main(["serve", "reload", str(publisher.directory), "--replica", "http://127.0.0.1:9", "--once"]) == 1
+    assert "does not answer /model_info" in capsys.readouterr().out
+
+
+def test_collect(tmp_path):
+    port, buffer = free_port(), tmp_path / "buffer"
+    with SGLangServer().run() as server:
+        command = [sys.executable, "-m", "adaflash_hf.cli", "serve", "collect", str(buffer)]
+        command += ["--upstream", f"{server.url}/v1", "--port", str(port)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            body = {"messages": [{"role": "user", "content": "hello"}]}
+            answer = None
+            while answer is None:
+                assert process.poll() is None
+                try:
+                    answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, trust_env=False)
+                except httpx.TransportError:
+                    time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+    assert answer.json()["choices"][0]["message"]["content"] == "you said hello"
+    # What was under way when it ended is in the buffer.
+    assert ReplayBuffer(buffer).depth().appended == 1
