@@ -64,6 +64,7 @@ def check_request(
                 f"`{name}` is {getattr(config, name)!r} and `assistant_model` is a DFlash drafter: choose one way of "
                 "decoding."
             )
+    _check_mask_length(config, model_kwargs, input_ids, cache)
     _check_padding(model_kwargs.get("attention_mask"))
     if config.output_attentions and config.return_dict_in_generate and input_ids.shape[0] > 1:
         raise UnsupportedGenerationError(
@@ -104,11 +105,28 @@ def check_prompt_is_given(inputs: torch.Tensor | None, model_kwargs: dict[str, A
     Raises:
         InvalidInputError: If there are ids but no columns of them, and no embeddings.
     """
-    ids = inputs if inputs is not None else model_kwargs.get("input_ids")
-    if ids is not None and ids.shape[-1] == 0 and model_kwargs.get("inputs_embeds") is None:
+    ids, embeds = inputs if inputs is not None else model_kwargs.get("input_ids"), model_kwargs.get("inputs_embeds")
+    columns, name = (ids, "input_ids") if embeds is None else (embeds[..., 0], "inputs_embeds")
+    if columns is not None and columns.shape[-1] == 0:
         raise InvalidInputError(
-            f"The prompt is empty: `input_ids` has shape {tuple(ids.shape)}. Pass at least one token, for example the "
-            "BOS token."
+            f"The prompt is empty: `{name}` has no columns, its batch has shape {tuple(columns.shape)}. Pass at least "
+            "one token, for example the BOS token."
+        )
+
+
+def _check_mask_length(
+    config: GenerationConfig, model_kwargs: dict[str, Any], input_ids: torch.Tensor, cache: Cache
+) -> None:
+    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    # `generate()` drops a mask of ones, and notes how long it was.
+    columns = getattr(config, "_mask_length", None) if mask is None else mask.shape[1]
+    given = input_ids.shape[1] if embeds is None else embeds.shape[1]
+    # Of ids, only those that the cache does not hold may have been passed.
+    cached = int(cache.get_seq_length()) if embeds is None else 0
+    if columns is not None and not given <= columns <= given + cached:
+        raise InvalidInputError(
+            f"`attention_mask` has {columns} columns, but the prompt has {given} and the cache {cached} tokens. Pass "
+            "a mask over all of them, cached ones included."
         )
 
 
@@ -119,6 +137,8 @@ def _check_padding(mask: torch.Tensor | None) -> None:
         raise InvalidInputError(f"`attention_mask` has shape {tuple(mask.shape)}, expected (batch_size, length).")
     if bool((mask[:, -1] == 0).any()):
         row = int((mask[:, -1] == 0).nonzero()[0])
+        if not bool(mask[row].any()):
+            raise InvalidInputError(f"Row {row} of `attention_mask` has no tokens. Leave the row out of the batch.")
         raise InvalidInputError(
             f"Row {row} of `attention_mask` ends in padding, but generation continues from the last token. Pad on the "
             "left: `tokenizer.padding_side = 'left'`."

@@ -72,6 +72,22 @@ def test_empty_prompt(shape: tuple[int, int]) -> None:
     )
 
 
+def test_empty_prompt_of_embeddings() -> None:
+    inputs = {"inputs_embeds": torch.zeros(1, 0, 32)}
+    assert_refused(exact_target(), InvalidInputError, "`inputs_embeds` has no columns", inputs)
+
+
+@pytest.mark.parametrize("columns", [5, 15])
+def test_mask_of_another_length(columns: int) -> None:
+    inputs = {"input_ids": prompt(9), "attention_mask": torch.ones(1, columns, dtype=torch.long)}
+    assert_refused(exact_target(), InvalidInputError, f"has {columns} columns, but the prompt has 9", inputs)
+
+
+def test_row_without_tokens() -> None:
+    inputs = {"input_ids": prompt(4).repeat(2, 1), "attention_mask": torch.tensor([[1] * 4, [0] * 4])}
+    assert_refused(exact_target(), InvalidInputError, "Row 1 of `attention_mask` has no tokens", inputs)
+
+
 def test_attentions_of_a_batch() -> None:
     target = exact_target(attn_implementation="eager")
     outputs = {"return_dict_in_generate": True, "output_attentions": True}
