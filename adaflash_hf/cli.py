@@ -18,6 +18,7 @@ from .commands.doctor import doctor
 from .commands.export import export
 from .commands.generate import generate
 from .commands.inspect import inspect
+from .commands.online import app as online
 from .commands.prompts import prompts
 from .commands.serve import app as serve
 from .commands.train import train
@@ -47,6 +48,7 @@ app.command()(inspect)
 app.command()(card)
 app.command()(doctor)
 app.add_typer(ablate, name="ablate")
+app.add_typer(online, name="online")
 app.add_typer(serve, name="serve")
 
 
