@@ -1,0 +1,124 @@
+"""The small examples, on tiny models and with tiny budgets."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_server import running_hub
+from published_drafters import adapted_drafter
+from stand_ins import SPECIAL_TOKENS, byte_tokenizer
+from tiny_models import tiny_target
+
+from adaflash_hf import DFlashDrafterModel, embedded_target
+from adaflash_hf.commands.loading import LoadedModels
+from adaflash_hf.embedded_target import LoadedTarget
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def make_target() -> Any:
+    return tiny_target("llama", vocab_size=len(SPECIAL_TOKENS) + 256)
+
+
+def load_example(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    target = make_target()
+    tokenizer = byte_tokenizer()
+    tokenizer.padding_side = "left"
+    models = LoadedModels(target, tokenizer, adapted_drafter(vocab_size=target.config.vocab_size))
+    monkeypatch.setattr(embedded_target, "load_target", lambda *a, **k: LoadedTarget(make_target(), byte_tokenizer()))
+    if hasattr(module, "load_models"):
+        monkeypatch.setattr(module, "load_models", lambda *a: models)
+    monkeypatch.setenv("COLUMNS", "160")
+    return module
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "maths.jsonl"
+    path.write_text("\n".join(json.dumps({"question": f"{i} + 1?"}) for i in range(8)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def drafter(tmp_path: Path) -> Path:
+    path = tmp_path / "base"
+    adapted_drafter(vocab_size=len(SPECIAL_TOKENS) + 256).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("quick_start", ["Why?", "--max-new-tokens", "12"], "tokens per verification"),
+        ("chat", ["--say", "One.", "--say", "Two.", "--max-new-tokens", "8"], "you: Two."),
+        ("batch", ["--question", "Short?", "--question", "A longer one?", "--max-new-tokens", "8"], "A longer one?"),
+        ("sampling", ["Why?", "--answers", "2", "--max-new-tokens", "8"], "sample: tau"),
+    ],
+)
+def test_generating(
+    name: str,
+    arguments: list[str],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load_example(name, monkeypatch).main(arguments)
+    assert expected in capsys.readouterr().out
+
+
+def test_training_from_scratch(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = load_example("train_from_scratch", monkeypatch)
+    budgets = ["--max-new-tokens", "8", "--steps", "3", "--layers", "1", "--block-size", "4"]
+    example.main(["--out", str(tmp_path / "run"), "--prompts", str(prompts), "--count", "8", *budgets])
+    shown = capsys.readouterr().out
+    assert shown.index("$ adaflash trajectories") < shown.index("$ adaflash train") < shown.index("$ adaflash inspect")
+    drafter = DFlashDrafterModel.from_pretrained(tmp_path / "run" / "drafter")
+    assert drafter.config.num_hidden_layers == 1 and drafter.length_head is not None
+
+
+def test_adapting_with_lora_and_then_a_head(
+    prompts: Path, drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budgets = ["--max-new-tokens", "8", "--steps", "3", "--drafter", str(drafter)]
+    lora = load_example("lora_adaptation", monkeypatch)
+    arguments = ["--out", str(tmp_path / "lora"), "--prompts", str(prompts), "--held-out", "2", "--rank", "2"]
+    assert lora.main([*arguments, *budgets]) == 0
+    assert "held-out tau:" in capsys.readouterr().out
+    assert (tmp_path / "lora" / "drafter" / "adapter" / "adapter_config.json").is_file()
+    head = load_example("length_head_only", monkeypatch)
+    made = ["--trajectories", str(tmp_path / "lora" / "trajectories"), "--count", "8"]
+    assert head.main(["--out", str(tmp_path / "head"), *made, *budgets]) == 0
+    assert "use it with length_policy='length_head'" in capsys.readouterr().out
+
+
+def test_exporting(
+    drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "target"
+    make_target().save_pretrained(target)
+    example = load_example("export_and_serve", monkeypatch)
+    places = ["--target", str(target), "--drafter", str(drafter)]
+    assert example.main(["--out", str(tmp_path / "out"), "--to", "vllm", *places]) == 0
+    shown = capsys.readouterr().out
+    assert "vllm serve" in shown and (tmp_path / "out" / "vllm" / "model.safetensors").is_file()
+
+
+def test_pushing(
+    drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_hub() as hub:
+        hub.serve_this_process(monkeypatch, tmp_path / "cache")
+        load_example("push_to_hub", monkeypatch).main(["org/mine", "--drafter", str(drafter)])
+        assert b"AdaFlash drafter for" in hub.repositories["org/mine"]["README.md"]
+    assert "the same drafter came back" in capsys.readouterr().out
