@@ -140,7 +140,8 @@ def shift_sections(
             What all have in common.
     """
     sections = [_budget(settings, runs), "## Held-out tau by phase", _phases_table(runs, references)]
-    sections += ["## Tau of the traffic, first and last round of each phase", _served_table(runs)]
+    sections += ["## Spread of held-out tau between the best and the worst domain", _spread_table(runs)]
+    sections += ["## Tau of the traffic, first and last round of each phase", _served_table(runs, settings.is_live)]
     if any("head_rows" in measured for run in runs for measured in run.rounds[-1]["held_out"].values()):
         sections += ["## Length head, at the end of each phase, on the domain served", _heads_table(runs)]
     unused = sum(bool(entry["training"].get("refused")) for run in runs for entry in run.rounds)
@@ -207,23 +208,36 @@ def _phases_table(runs: Sequence[FinishedShiftRun], references: Sequence[Finishe
     return markdown_table(header, lines)
 
 
-def _served_table(runs: Sequence[FinishedShiftRun]) -> str:
-    header = ["phase", "method", "first round", "last round", "rows verified per round, first", "last"]
+def _spread_table(runs: Sequence[FinishedShiftRun]) -> str:
+    lines = []
+    for method, members in _by_method(runs).items():
+        spreads = [[_spread(run.rounds[place]["held_out"]) for run in members] for place in (0, -1)]
+        lines.append([method, *(mean_and_spread(values) for values in spreads)])
+    return markdown_table(["method", "at the start", "at the end"], lines)
+
+
+def _spread(held_out: Mapping[str, Mapping[str, float]]) -> float:
+    taus = [measured[_TAU] for measured in held_out.values()]
+    return max(taus) - min(taus)
+
+
+def _served_table(runs: Sequence[FinishedShiftRun], is_live: bool) -> str:
+    figures = {_TAU: ("tau", 3), "mean_verify_length": ("rows verified per round", 2)}
+    if is_live:  # a replay's speed is nobody's
+        figures["tok_per_s"] = ("tokens/s", 1)
+    header = ["phase", "method"]
+    for title, _ in figures.values():
+        header += [f"{title}, first", "last"]
     lines: list[list[Any]] = []
-    by_method = _by_method(runs)
-    phases = sorted({entry["phase"] for run in runs for entry in run.rounds if entry["phase"] >= 0})
-    for phase in phases:
-        for method, members in by_method.items():
+    for phase in _phases(runs):
+        for method, members in _by_method(runs).items():
             served = [[entry for entry in run.rounds if entry["phase"] == phase] for run in members]
-            ends = [[entries[place]["served"] for entries in served] for place in (0, -1)]
-            lines.append(
-                [
-                    f"{phase + 1}: {served[0][0]['domain']}",
-                    method,
-                    *(mean_and_spread(_known(end, _TAU)) for end in ends),
-                    *(mean_and_spread(_known(end, "mean_verify_length"), digits=2) for end in ends),
-                ]
-            )
+            line: list[Any] = [f"{phase + 1}: {served[0][0]['domain']}", method]
+            for name, (_, digits) in figures.items():
+                for place in (0, -1):
+                    values = _known([entries[place]["served"] for entries in served], name)
+                    line.append(mean_and_spread(values, digits=digits))
+            lines.append(line)
     return markdown_table(header, lines)
 
 
@@ -231,8 +245,7 @@ def _heads_table(runs: Sequence[FinishedShiftRun]) -> str:
     header = ["phase", "method", "error (tokens), before", "after", "rows it would verify", "tau with these"]
     header.append("tokens per row verified")
     lines: list[list[Any]] = []
-    phases = sorted({entry["phase"] for run in runs for entry in run.rounds if entry["phase"] >= 0})
-    for phase in phases:
+    for phase in _phases(runs):
         for method, members in _by_method(runs).items():
             before, after = [], []
             for run in members:
@@ -253,6 +266,10 @@ def _heads_table(runs: Sequence[FinishedShiftRun]) -> str:
                 ]
             )
     return markdown_table(header, lines)
+
+
+def _phases(runs: Sequence[FinishedShiftRun]) -> list[int]:
+    return sorted({entry["phase"] for run in runs for entry in run.rounds if entry["phase"] >= 0})
 
 
 def _by_method(runs: Sequence[FinishedShiftRun]) -> dict[str, list[FinishedShiftRun]]:

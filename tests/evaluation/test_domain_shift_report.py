@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from adaflash_hf.evaluation.domain_shift import DomainShiftSettings, FinishedShiftRun
@@ -18,6 +20,7 @@ def entry(number, phase, domain, maths, code, served=2.0, **training):
         for name, tau in (("maths", maths), ("code", code))
     }
     measured = {"requests": 4, "acceptance_length": served, "mean_verify_length": 8.0, "different_responses": 0}
+    measured["tok_per_s"] = 10.0 * number
     return {
         "number": number, "phase": phase, "domain": domain, "version": number, "served": measured,
         "training": training, "held_out": held_out,
@@ -64,7 +67,9 @@ def test_the_tables():
     assert f"{row} 3.000 ± 0.000 | 2.550 ± 0.212 | -15.0 ± 7.1 % | 2 |" in text
     assert text.index("| 1: code | static | 1.500 | 1.500 | 1.500 | 2.000 | 0.00 |") < text.index(row)
     assert "| 2: maths | static | 3.000 | 3.000 | 3.000 | - | - | code | 1.500 | 1.500 | 0.0 % | 1 |" in text
-    assert "| 1: code | static | 1.500 | 1.500 | 8.00 | 8.00 |" in text
+    assert "| 1: code | static | 1.500 | 1.500 | 8.00 | 8.00 | 10.0 | 10.0 |" in text
+    assert "tokens/s" not in "".join(shift_sections(RUNS, [], replace(SETTINGS, is_live=False)))
+    assert "| adaflash | 1.500 ± 0.000 | 1.200 ± 0.000 |" in text
     assert "| 1: code | static | 0.500 | 0.500 | 4.00 | 0.750 | 0.188 |" in text
     assert "not published: 3;" in text and "serving refused: 0" in text and "decoding: 0 of 36." in text
     assert "1 rounds each of 4 trajectories" in text and "decoded by the engine, 16 at a time" in text
