@@ -244,18 +244,11 @@ def _split(
     from torch.utils.data import Subset
 
     from ..evaluation.ablations import AblationData
-    from ..training.features import features_path
-    from ..training.trajectories import find_trajectory_shards
-    from ..training.trajectory_dataset import TrajectoryDataset, cache_target_features, split_by_prompt
+    from ..training.trajectory_dataset import open_trajectories, split_by_prompt
 
     if held_out < 1:
         raise InvalidInputError(f"`--held-out` is {held_out}; hold out at least one trajectory to judge on.")
-    shards = [path for directory in trajectories for path in find_trajectory_shards(directory)]
-    is_stored = all(features_path(path).exists() for path in shards)
-    if features is options.Features.CACHE and not is_stored:
-        cache_target_features(target_model, trajectories, layer_ids)
-    reads = features is not options.Features.COMPUTE and (is_stored or features is not options.Features.AUTO)
-    dataset = TrajectoryDataset(trajectories, feature_layer_ids=layer_ids if reads else None, max_tokens=max_tokens)
+    dataset, _ = open_trajectories(target_model, trajectories, layer_ids, features.value, max_tokens=max_tokens)
     train, judged = split_by_prompt(dataset, held_out)
     return AblationData(Subset(dataset, train), Subset(dataset, judged))
 
@@ -329,6 +322,8 @@ def _settings(
         on_cpu=target_model.device.type == "cpu",
         has_stored_teacher=dataset.teacher_top_k > 0,
         block_size=drafter.config.block_size,
+        hidden_size=drafter.config.hidden_size,
+        has_draft_vocabulary=drafter.draft_token_ids is not None,
     )
     values = {decision.name: decision.value for decision in decide(situation, {"optimizer": "adamw", **given})}
     return AblationSettings(

@@ -179,26 +179,17 @@ class TrainingRun:
         return drafter
 
     def _dataset(self, target_model: PreTrainedModel, drafter: DFlashDrafterModel | PeftModel) -> TrajectoryDataset:
-        from ..training.features import features_path
-        from ..training.trajectories import find_trajectory_shards
-        from ..training.trajectory_dataset import TrajectoryDataset, cache_target_features
+        from ..training.trajectory_dataset import open_trajectories
 
         layer_ids = drafter.config.target_layer_ids
-        if self.features == "cache":
-            with self.console.status("Computing target features") as status:
+        with self.console.status("Reading trajectories") as status:
 
-                def show(done: int, total: int) -> None:
-                    status.update(f"Computing target features: shard {done} of {total}")
+            def show(done: int, total: int) -> None:
+                status.update(f"Computing target features: shard {done} of {total}")
 
-                cache_target_features(target_model, self.trajectories, layer_ids, on_shard=show)
-        if self.features == "auto":
-            shards = [path for directory in self.trajectories for path in find_trajectory_shards(directory)]
-            self.features = "stored" if all(features_path(path).exists() for path in shards) else "compute"
-        dataset = TrajectoryDataset(
-            self.trajectories,
-            feature_layer_ids=None if self.features == "compute" else layer_ids,
-            max_tokens=self.max_tokens,
-        )
+            dataset, self.features = open_trajectories(
+                target_model, self.trajectories, layer_ids, self.features, max_tokens=self.max_tokens, on_shard=show
+            )
         self.console.print(
             f"{len(dataset)} trajectories, {dataset.num_response_tokens} response tokens, domains "
             f"{', '.join(dataset.domains)}; target features: {self.features}.",

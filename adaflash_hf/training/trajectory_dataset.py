@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-__all__ = ["TrajectoryDataset", "cache_target_features", "split_by_prompt"]
+__all__ = ["TrajectoryDataset", "cache_target_features", "open_trajectories", "split_by_prompt"]
 
 # A shorter response has no token after an anchor to learn from.
 MIN_RESPONSE_TOKENS = 2
@@ -161,6 +161,45 @@ def split_by_prompt(dataset: TrajectoryDataset, num_held_out: int) -> tuple[list
     limit = sorted(hashes)[num_held_out - 1] if num_held_out else b""
     train = [index for index, value in enumerate(hashes) if value > limit]
     return train, [index for index, value in enumerate(hashes) if value <= limit]
+
+
+def open_trajectories(
+    target_model: PreTrainedModel,
+    directories: Sequence[str | Path],
+    layer_ids: Sequence[int],
+    features: str = "auto",
+    *,
+    max_tokens: int | None = None,
+    on_shard: Callable[[int, int], None] | None = None,
+) -> tuple[TrajectoryDataset, str]:
+    """
+    Trajectories to train on, and where the target's features come from.
+
+    Args:
+        target_model (`PreTrainedModel`):
+            The target, in evaluation mode.
+        directories (`Sequence[str or Path]`):
+            What `adaflash trajectories` wrote.
+        layer_ids (`Sequence[int]`):
+            Layers that features must come from.
+        features (`str`, *optional*, defaults to `"auto"`):
+            `"stored"`, `"compute"` at each step, `"cache"`: compute once, beside the trajectories; or `"auto"`: stored
+            if all are there, else computed.
+        max_tokens (`int`, *optional*):
+            Cut longer trajectories.
+        on_shard (`Callable[[int, int], None]`, *optional*):
+            See [`cache_target_features`].
+
+    Returns:
+        `tuple[TrajectoryDataset, str]`: the trajectories, and `"stored"`, `"compute"` or `"cache"`.
+    """
+    if features == "cache":
+        cache_target_features(target_model, directories, layer_ids, on_shard=on_shard)
+    if features == "auto":
+        shards = [path for directory in directories for path in find_trajectory_shards(directory)]
+        features = "stored" if all(features_path(path).exists() for path in shards) else "compute"
+    read = None if features == "compute" else layer_ids
+    return TrajectoryDataset(directories, feature_layer_ids=read, max_tokens=max_tokens), features
 
 
 def cache_target_features(

@@ -8,7 +8,12 @@ from tiny_trajectories import make_trajectories
 from adaflash_hf.errors import InvalidInputError
 from adaflash_hf.training.features import compute_target_features, features_path
 from adaflash_hf.training.trajectories import find_trajectory_shards
-from adaflash_hf.training.trajectory_dataset import TrajectoryDataset, cache_target_features, split_by_prompt
+from adaflash_hf.training.trajectory_dataset import (
+    TrajectoryDataset,
+    cache_target_features,
+    open_trajectories,
+    split_by_prompt,
+)
 
 
 LAYER_IDS = (0, 2)
@@ -60,6 +65,20 @@ def test_features_cached_later_equal_those_captured(target, directory, tmp_path)
         torch.testing.assert_close(
             one[index]["context_hidden_states"], two[index]["context_hidden_states"], atol=1e-5, rtol=1e-4
         )
+
+
+def test_where_features_come_from(target, directory, tmp_path):
+    dataset, features = open_trajectories(target, [directory], LAYER_IDS, max_tokens=9)
+    assert features == "stored" and dataset.has_features and dataset.max_tokens == 9
+    dataset, features = open_trajectories(target, [directory], LAYER_IDS, "compute")
+    assert features == "compute" and not dataset.has_features
+    without = make_trajectories(tmp_path, target)
+    # All or none: what one directory lacks would be missing in its rows.
+    dataset, features = open_trajectories(target, [directory, without], LAYER_IDS)
+    assert features == "compute" and not dataset.has_features
+    dataset, features = open_trajectories(target, [without], LAYER_IDS, "cache")
+    assert features == "cache" and dataset.has_features
+    assert open_trajectories(target, [directory, without], LAYER_IDS)[1] == "stored"
 
 
 def test_features_of_other_layers_or_damaged_ones_are_refused(target, tmp_path):
