@@ -12,6 +12,7 @@ Each finished run is kept in a file of its own, so that a killed comparison goes
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import shutil
 import time
@@ -20,6 +21,8 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ..atomic_files import written_aside
 from ..errors import InvalidInputError
@@ -169,6 +172,12 @@ class DomainShift:
     ) -> None:
         self.target, self.start, self.responses, self.settings = target, start, responses, settings
         self.directory = Path(directory)
+        # Names and numbers may agree where weights or prompts do not.
+        self._common = {
+            **asdict(settings),
+            "start_sha256": _digest_of_weights(start),
+            "responses_sha256": responses.digest,
+        }
 
     def run(
         self, method: str, seed: int, plan: TrafficPlan, on_round: Callable[[dict[str, Any]], None] | None = None
@@ -305,7 +314,7 @@ class DomainShift:
         if not path.exists():
             return None
         run = FinishedShiftRun(**json.loads(path.read_text(encoding="utf-8")))
-        for there, now in ((run.common, asdict(self.settings)), (run.training, dict(training))):
+        for there, now in ((run.common, self._common), (run.training, dict(training))):
             now = json.loads(json.dumps(now))
             for name in sorted(there.keys() | now.keys()):
                 if there.get(name) != now.get(name):
@@ -318,13 +327,21 @@ class DomainShift:
     def _keep(
         self, method: str, seed: int, training: dict[str, Any], rounds: list[dict[str, Any]], seconds: float
     ) -> FinishedShiftRun:
-        run = FinishedShiftRun(method, seed, asdict(self.settings), training, rounds, seconds)
+        run = FinishedShiftRun(method, seed, self._common, training, rounds, seconds)
         path = self._path(method, seed)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(asdict(run), indent=2)
         with written_aside(path) as partial:
             partial.write_text(text + "\n", encoding="utf-8")
         return FinishedShiftRun(**json.loads(text))  # as it will be read back: tuples become lists
+
+
+def _digest_of_weights(model: torch.nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _served(results: Sequence[RequestResult], seconds: float) -> dict[str, Any]:

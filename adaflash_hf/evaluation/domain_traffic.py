@@ -47,14 +47,17 @@ class DomainResponses:
     def __init__(
         self, directories: Sequence[str | Path], max_new_tokens: int, layer_ids: Sequence[int] | None = None
     ) -> None:
-        for directory in directories:
-            if temperature := read_settings(directory).get("temperature"):
+        made_with = [read_settings(directory) for directory in directories]
+        for directory, settings in zip(directories, made_with, strict=True):
+            if temperature := settings.get("temperature"):
                 raise InvalidInputError(
                     f"`trajectories` is {str(directory)!r}, sampled at temperature {temperature}; only greedy "
                     "responses are the same whatever drafts."
                 )
         shards = [path for directory in directories for path in find_trajectory_shards(directory)]
         has_features = layer_ids is not None and all(features_path(path).exists() for path in shards)
+        # Those of other layers are for another drafter; what this one reads is computed.
+        has_features &= all(settings.get("capture_layer_ids") in ([], list(layer_ids or ())) for settings in made_with)
         self._rows = TrajectoryDataset(directories)
         self._examples = TrajectoryDataset(directories, feature_layer_ids=layer_ids) if has_features else self._rows
         self.max_new_tokens = max_new_tokens
@@ -89,6 +92,14 @@ class DomainResponses:
         if "context_hidden_states" in example:
             example["context_hidden_states"] = example["context_hidden_states"][: len(ids) - 1]
         return example
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all different prompts and their domains, in order."""
+        total = hashlib.sha256()
+        for index, digest in self._order.items():
+            total.update(digest + self._rows.domain(index).encode())
+        return total.hexdigest()
 
     def of_domain(self, domain: str) -> list[int]:
         """

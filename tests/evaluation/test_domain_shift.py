@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from domain_responses import domain_responses, trained_drafter
+from published_drafters import adapted_drafter
 from tiny_models import tiny_target
 
 from adaflash_hf.errors import InvalidInputError
@@ -95,6 +96,8 @@ def test_finished_runs_are_found_and_others_refused(target, start, responses, tm
     assert not shift.run("static", 1, plan)[1]
     with pytest.raises(InvalidInputError, match="`max_new_tokens` 16, now it is 15"):
         make(target, start, responses, tmp_path, max_new_tokens=15).run("static", 0, plan)
+    with pytest.raises(InvalidInputError, match="`start_sha256`"):
+        make(target, adapted_drafter(5), responses, tmp_path).run("static", 0, plan)
     with pytest.raises(InvalidInputError, match="'nothing'; choose from 'static', 'osd'"):
         shift.run("nothing", 0, plan)
 

@@ -53,6 +53,7 @@ def test_equal_prompts_are_one(directory, responses):
     assert len(both) == len(responses)
     assert both.of_domain("math") == responses.of_domain("math")
     assert "context_hidden_states" in responses[0] and "context_hidden_states" not in both[0]
+    assert "context_hidden_states" not in DomainResponses([directory], 16, [1, 2])[0]  # stored of 0 and 2
 
 
 def test_what_does_not_fit_is_refused(target, directory, responses, tmp_path):
