@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -12,8 +11,9 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..errors import InvalidInputError, UnsupportedGenerationError
 from .compatibility import check_drafter_fits_target, unwrap_model
-from .decoding import AdaFlashDecoding
+from .generation_options import option_value, take_stop_strings
 from .length_policies import LengthPolicy, build_length_policy
+from .packed_decoding import PackedDecoding
 from .request_checks import check_prompt_is_given
 from .routing import is_our_drafter
 from .routing import original_generate as transformers_generate
@@ -22,15 +22,6 @@ from .routing import original_generate as transformers_generate
 __all__ = ["DRAFT_PROPOSALS", "generate_with_drafter", "is_left_to_stock_loop"]
 
 DRAFT_PROPOSALS = ("argmax", "sample")
-
-
-def _option(name: str, model: Any, generation_config: Any, kwargs: dict[str, Any]) -> Any:
-    """Value of a generation option, from wherever `generate()` would take it."""
-    if name in kwargs:
-        return kwargs[name]
-    configs = (generation_config, getattr(model, "generation_config", None))
-    values = (getattr(config, name, None) for config in configs)
-    return next((value for value in values if value is not None), None)
 
 
 def is_left_to_stock_loop(model: Any, drafter: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -47,7 +38,7 @@ def is_left_to_stock_loop(model: Any, drafter: Any, args: tuple[Any, ...], kwarg
         InvalidInputError: If that loop would misread the drafter.
     """
     config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    if _option("speculation_type", model, config, kwargs) != "dflash":
+    if option_value("speculation_type", model, config, kwargs) != "dflash":
         return False
     _check_stock_loop_understands(drafter)
     return True
@@ -72,7 +63,7 @@ def _check_arguments(
         )
     if draft_proposal not in DRAFT_PROPOSALS:
         raise InvalidInputError(f"`draft_proposal` is {draft_proposal!r}, expected one of {DRAFT_PROPOSALS}.")
-    speculation_type = _option("speculation_type", model, generation_config, kwargs)
+    speculation_type = option_value("speculation_type", model, generation_config, kwargs)
     if speculation_type not in (None, "adaflash"):
         raise InvalidInputError(
             f"`speculation_type` is {speculation_type!r}; with this drafter it may be left out (AdaFlash decoding) or "
@@ -82,14 +73,14 @@ def _check_arguments(
         raise UnsupportedGenerationError(
             "`custom_generate` and a DFlash drafter as `assistant_model` are two ways of decoding: pass one of them."
         )
-    if _option("token_healing", model, generation_config, kwargs):
+    if option_value("token_healing", model, generation_config, kwargs):
         raise UnsupportedGenerationError(
             "`token_healing` is on, but it is not available with a drafter. Heal the prompt first: "
             "`input_ids = target.heal_tokens(input_ids, tokenizer)`."
         )
 
 
-def _take_stop_strings(
+def _stop_at_strings(
     model: Any, generation_config: Any, stopping_criteria: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Turns `stop_strings` into a criterion here: `generate()` drops `tokenizer` when it runs a custom loop.
@@ -100,15 +91,11 @@ def _take_stop_strings(
         `tuple`: `generation_config` and `stopping_criteria` to pass on; `kwargs` is changed in place.
     """
     tokenizer = kwargs.pop("tokenizer", None)
-    stop_strings = _option("stop_strings", model, generation_config, kwargs)
-    if tokenizer is None or stop_strings is None:
+    if tokenizer is None:
         return generation_config, stopping_criteria
-    if getattr(generation_config, "stop_strings", None) is not None:
-        generation_config = copy.deepcopy(generation_config)
-        generation_config.stop_strings = None
-    kwargs.pop("stop_strings", None)
-    if model.generation_config.stop_strings is not None:
-        kwargs["stop_strings"] = None  # overrides the model's default, which a None in `generation_config` would not
+    stop_strings, generation_config = take_stop_strings(model, generation_config, kwargs)
+    if stop_strings is None:
+        return generation_config, stopping_criteria
     criterion = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
     return generation_config, StoppingCriteriaList([*(stopping_criteria or ()), criterion])
 
@@ -170,7 +157,7 @@ def generate_with_drafter(
     check_prompt_is_given(inputs, kwargs)
     kwargs.pop("speculation_type", None)
     kwargs.pop("assistant_tokenizer", None)  # drafter and target share one vocabulary
-    generation_config, stopping_criteria = _take_stop_strings(model, generation_config, stopping_criteria, kwargs)
+    generation_config, stopping_criteria = _stop_at_strings(model, generation_config, stopping_criteria, kwargs)
     is_users_cache = kwargs.get("cache", kwargs.get("past_key_values")) is not None
     check_drafter_fits_target(assistant_model, model)
     policy = build_length_policy(length_policy, unwrap_model(assistant_model))
@@ -184,7 +171,7 @@ def generate_with_drafter(
         generation_config: Any,
         **model_kwargs: Any,
     ) -> Any:
-        decoding = AdaFlashDecoding(
+        decoding = PackedDecoding(
             target,
             assistant_model,
             generation_config,

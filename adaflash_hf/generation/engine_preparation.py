@@ -5,7 +5,6 @@ What cannot be served is refused here, in the submitting thread, before any work
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -20,6 +19,7 @@ from ..errors import InvalidInputError, UnsupportedGenerationError
 from .compatibility import unwrap_model
 from .drafted_generate import DRAFT_PROPOSALS
 from .engine_requests import PreparedRequest
+from .generation_options import take_stop_strings
 from .request_checks import check_request
 from .stopping import StopRules
 from .token_choice import is_prefix_free
@@ -141,10 +141,7 @@ class RequestPreparation:
         """Makes the criterion of stop strings here, where it can be kept for the next request."""
         criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or ())
         tokenizer = kwargs.pop("tokenizer", None) or self._tokenizer
-        configs = (generation_config, self._target.generation_config)
-        strings = kwargs.pop("stop_strings", None)
-        for config in configs:
-            strings = strings if strings is not None else getattr(config, "stop_strings", None)
+        strings, generation_config = take_stop_strings(self._target, generation_config, kwargs)
         if strings is None:
             return generation_config, criteria
         if tokenizer is None:
@@ -152,10 +149,6 @@ class RequestPreparation:
                 f"`stop_strings` is {strings!r}, but there is no tokenizer to find them with. Pass `tokenizer` to "
                 "`submit` or to the engine."
             )
-        generation_config = copy.deepcopy(generation_config)
-        if generation_config is not None:
-            generation_config.stop_strings = None
-        kwargs["stop_strings"] = None
         key = (strings,) if isinstance(strings, str) else tuple(strings)
         criteria.append(self._stop_string_criterion(tokenizer, key))
         return generation_config, criteria

@@ -17,7 +17,7 @@ import torch
 from .packed_plan import GroupPlan, OnDevice
 
 
-__all__ = ["FlashCall", "can_use_flash", "flash_attention", "plan_flash"]
+__all__ = ["FlashCall", "can_use_flash", "flash_attention", "has_varlen_kernel", "plan_flash"]
 
 # flash-attn reads keys in pages of a multiple of this many tokens.
 PAGE_TOKENS = 256
@@ -32,6 +32,11 @@ def _varlen_kernel() -> Callable[..., Any] | None:
         return None
 
 
+def has_varlen_kernel() -> bool:
+    """Whether flash-attn is installed."""
+    return _varlen_kernel() is not None
+
+
 def can_use_flash(rows: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether the kernel takes these queries and values.
 
@@ -43,7 +48,7 @@ def can_use_flash(rows: torch.Tensor, values: torch.Tensor) -> bool:
         rows.is_cuda
         and rows.dtype in (torch.float16, torch.bfloat16)
         and rows.shape[-1] == values.shape[-1] <= WIDEST_HEAD
-        and _varlen_kernel() is not None
+        and has_varlen_kernel()
     )
 
 
