@@ -98,7 +98,7 @@ class RecordedTrajectory:
             fields (`dict[str, Any]`):
                 The attributes, arrays as bytes.
         """
-        arrays = {
+        arrays: dict[str, Any] = {
             "rounds": np.frombuffer(fields["rounds"], _ROUNDS).reshape(-1, 2),
             "token_ids": np.frombuffer(fields["token_ids"], _TOKENS),
         }

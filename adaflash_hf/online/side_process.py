@@ -136,10 +136,12 @@ def _log_to(path: Path) -> None:
     except OSError as error:
         failure = error
     else:
-        for stream in (1, 2):
-            os.dup2(descriptor, stream)
+        for standard in (1, 2):
+            os.dup2(descriptor, standard)
         os.close(descriptor)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    stream = open(2, "w", buffering=1, closefd=False)  # as long as the process lives
+    layout = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=layout, stream=stream, force=True)
     if failure is not None:
         logger.warning("%s cannot be written (%s); the log is here.", path, failure)
     logging.getLogger("httpx").setLevel(logging.WARNING)

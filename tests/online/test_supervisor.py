@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+from tiny_online_run import NUM_PROMPTS, inference_settings, save_models, trainer_settings
+
+from adaflash_hf.errors import InvalidInputError, PublishedVersionError
+from adaflash_hf.online import supervisor as supervisor_module
+from adaflash_hf.online.publisher import Publisher
+from adaflash_hf.online.replay_buffer import ReplayBuffer
+from adaflash_hf.online.supervisor import SideFailedError, Supervisor, check_places
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch):
+    """Sides have all imports already; the command's own test starts them as users do."""
+    monkeypatch.setattr(supervisor_module, "_context", lambda: multiprocessing.get_context("fork"))
+
+
+def test_all_prompts_are_served_and_trained_on_even_if_both_sides_are_killed(models, tmp_path):
+    # The server dies in the midst of the prompts, the trainer in the midst of a round.
+    inference = inference_settings(models, tmp_path, max_new_tokens=24, concurrency=2)
+    supervisor = Supervisor(trainer_settings(models, tmp_path), inference, poll_s=0.05)
+    killed = {}
+
+    def kill_once(name, snapshot):
+        entry = snapshot["processes"][name]
+        if name not in killed and entry["is_alive"]:
+            killed[name] = entry["pid"]
+            os.kill(entry["pid"], signal.SIGKILL)
+
+    def look(snapshot):
+        if snapshot["server"].get("phase") == "serving" and snapshot["buffer"].get("rows", 0) > 1:
+            kill_once("server", snapshot)
+        if snapshot["trainer"].get("phase") == "training":
+            kill_once("trainer", snapshot)
+
+    supervisor.run(look)
+    snapshot = supervisor.snapshot
+    assert sorted(killed) == ["server", "trainer"]
+    assert {name: entry["restarts"] for name, entry in snapshot["processes"].items()} == {"trainer": 1, "server": 1}
+    assert not any(entry["is_alive"] for entry in snapshot["processes"].values())
+    assert (snapshot["trainer"]["phase"], snapshot["server"]["phase"], snapshot["errors"]) == (
+        "stopped",
+        "stopped",
+        [],
+    )
+    buffer = ReplayBuffer(tmp_path / "buffer")
+    recorded = buffer.newest(100)
+    assert len({one.prompt_hash for one in recorded}) == NUM_PROMPTS
+    assert len(recorded) <= NUM_PROMPTS + 3  # what was in flight is served again
+    assert buffer.open_round() is None
+    assert buffer.depth().waiting < 4
+    with buffer.database.reading() as db:
+        assert db.execute("SELECT max(times_trained) FROM trajectories").fetchone() == (1,)
+    versions = Publisher(tmp_path / "published")
+    for number in versions.numbers():
+        versions.get(number).check_files()
+    assert versions.latest().version >= 1
+    assert json.loads(supervisor.status_path.read_text())["versions"]["served"] == versions.latest().version
+
+
+def test_a_side_that_cannot_work_ends_the_run_with_its_reason(models, tmp_path):
+    supervisor = Supervisor(
+        trainer_settings(models, tmp_path), inference_settings(models, tmp_path, max_prompt_tokens=2), poll_s=0.05
+    )
+    with pytest.raises(SideFailedError, match="server cannot go on.*max_prompt_tokens"):
+        supervisor.run(lambda snapshot: None)
+    assert not any(entry["is_alive"] for entry in supervisor.snapshot["processes"].values())
+
+
+def test_attached_it_starts_no_server_and_ends_when_told(models, tmp_path):
+    supervisor = Supervisor(trainer_settings(models, tmp_path), poll_s=0.05)
+
+    def look(snapshot):
+        if snapshot["trainer"].get("phase") == "waiting":
+            supervisor.stopping.set()
+
+    supervisor.run(look)
+    assert list(supervisor.snapshot["processes"]) == ["trainer"]
+    assert supervisor.snapshot["trainer"]["phase"] == "stopped"
+    assert supervisor.snapshot["server"] == {}
+
+
+def test_a_side_that_dies_at_once_again_and_again_ends_the_run(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor_module, "_FIRST_PAUSE_S", 0.01)
+    settings = trainer_settings(models, tmp_path)
+    supervisor = Supervisor(settings, poll_s=0.01)
+    supervisor._sides[0].target = die
+    with pytest.raises(SideFailedError, match="it gave no reason"):
+        supervisor.run(lambda snapshot: None)
+    assert supervisor.snapshot["processes"]["trainer"]["restarts"] == 5
+
+
+def die(settings):
+    os._exit(3)
+
+
+def test_places_that_cannot_be_written_to_are_refused_at_once(tmp_path):
+    check_places(tmp_path / "buffer", tmp_path / "published")
+    with pytest.raises(InvalidInputError, match="make it first"):
+        check_places(tmp_path / "none" / "buffer", tmp_path / "published")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PublishedVersionError):
+        check_places(tmp_path / "buffer", tmp_path / "file")
+
+
+def test_settings_travel(models, tmp_path):
+    import pickle
+
+    settings = inference_settings(models, tmp_path)
+    assert pickle.loads(pickle.dumps(settings)) == settings
+    with pytest.raises(InvalidInputError, match="concurrency"):
+        replace(settings, concurrency=0)
+    with pytest.raises(InvalidInputError, match="temperature"):
+        replace(settings, temperature=-1.0)
+    with pytest.raises(InvalidInputError, match="prompts"):
+        replace(settings, prompts=())
+    with pytest.raises(InvalidInputError, match="threads"):
+        replace(settings.side, threads=0)
