@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,7 @@ def import_everything() -> None:
     import sglang.srt.entrypoints.http_server
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry
     import sglang.srt.speculative.dflash_worker_v2  # noqa: F401
     from sglang.srt.plugins import load_plugins
 
@@ -54,8 +56,9 @@ def main() -> None:
             os.setsid()
             try:
                 serve(**entry)
-            finally:
-                os._exit(1)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
         children.append(child)
 
     def stop(signal_number: int, frame: FrameType | None) -> None:

@@ -137,7 +137,7 @@ class Workload:
             train_only="drafter",
             anchors_per_trajectory=12,
             per_device_train_batch_size=4,
-            num_train_epochs=60,
+            num_train_epochs=40,
             learning_rate=5e-3,
             save_strategy="no",
             report_to="none",

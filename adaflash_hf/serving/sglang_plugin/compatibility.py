@@ -140,16 +140,15 @@ def missing_hooks(hooks: Sequence[Hook], resolve: Callable[[str], Any] = pkgutil
         except (AttributeError, ImportError) as error:
             missing.append(f"{hook.path} is missing ({error})")
             continue
-        if lacks := [name for name in hook.names if name not in _names_of(found)]:
+        if lacks := [name for name in hook.names if not _has(found, name)]:
             missing.append(f"{hook.path} has no {', '.join(lacks)}")
     return missing
 
 
-def _names_of(found: Any) -> set[str]:
-    """Parameters of a function; attributes of everything else, and fields of a class."""
+def _has(found: Any, name: str) -> bool:
+    """Whether a function has a parameter, or anything else an attribute or a field."""
     if inspect.isroutine(found):
-        return set(inspect.signature(found).parameters)
-    names = set(dir(found))
-    if is_dataclass(found):
-        names.update(field.name for field in fields(found))
-    return names
+        return name in inspect.signature(found).parameters
+    # Fields without a default are no attributes of their class. Methods of an enumeration are not in its `dir()`.
+    is_field = is_dataclass(found) and any(field.name == name for field in fields(found))
+    return is_field or hasattr(found, name)

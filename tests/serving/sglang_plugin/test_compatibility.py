@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from importlib.metadata import entry_points
 from types import ModuleType
 
@@ -32,17 +33,31 @@ class Result:
         """A method that is overridden."""
 
 
+class Algorithm(Enum):
+    """Methods of an enumeration are hidden from `dir()`."""
+
+    PLAIN = 1
+
+    def needs_topk(self) -> bool:
+        return False
+
+
 @pytest.fixture
 def engine() -> Iterator[str]:
     module = ModuleType("stand_in_engine")
     module.Result = Result  # type: ignore[attr-defined]
+    module.Algorithm = Algorithm  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module
     yield module.__name__
     del sys.modules[module.__name__]
 
 
 def test_what_is_there_is_not_missing(engine: str) -> None:
-    hooks = [Hook(f"{engine}.Result", ("lengths", "judge")), Hook(f"{engine}.Result.judge", ("candidates", "logits"))]
+    hooks = [
+        Hook(f"{engine}.Result", ("lengths", "judge")),
+        Hook(f"{engine}.Result.judge", ("candidates", "logits")),
+        Hook(f"{engine}.Algorithm", ("PLAIN", "needs_topk")),
+    ]
     assert missing_hooks(hooks) == []
     check_sglang(hooks, installed=SUPPORTED_VERSION)
 
