@@ -28,14 +28,17 @@ def register_auto_classes() -> None:
     """Registers configurations and models: now where transformers' `Auto` classes are imported, else once they are."""
     when_imported(_CONFIGURATIONS, _register_configurations)
     when_imported(_MODELS, _register_models)
-    for module_name, _ in _CONFIGURATION_OF_MODEL:
-        when_imported(f"{__package__}.{module_name}", _replace_lazy_classes)
+    for model, configuration in _CONFIGURATION_OF_MODEL.items():
+        when_imported(f"{__package__}.{configuration[0]}", _register_late_configuration)
+        when_imported(f"{__package__}.{model[0]}", _replace_lazy_classes)
     when_imported(f"{__package__}.modeling_dflash_drafter", _add_card_to_pushes)
 
 
 def _register_configurations(auto: ModuleType) -> None:
     for module_name, name in _CONFIGURATION_OF_MODEL.values():
         config_class = _config_class(module_name, name)
+        if config_class is None:
+            continue
         auto.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 
 
@@ -47,9 +50,19 @@ def _register_models(auto: ModuleType) -> None:
     """
     for (module_name, name), configuration in _CONFIGURATION_OF_MODEL.items():
         config_class = _config_class(*configuration)
+        if config_class is None:
+            continue
         path = f"{__package__}.{module_name}"
         model_class = getattr(sys.modules.get(path), name, None) or LazyClass(path, name, config_class)
         auto.AutoModel.register(config_class, model_class, exist_ok=True)
+
+
+def _register_late_configuration(module: ModuleType) -> None:
+    """Where a configuration's own import was what had transformers' `Auto` classes imported: only now is it whole."""
+    auto = sys.modules.get(_CONFIGURATIONS)
+    if auto is not None and hasattr(auto, "AutoConfig"):
+        _register_configurations(auto)
+    _replace_lazy_classes(module)
 
 
 def _replace_lazy_classes(_: ModuleType) -> None:
@@ -66,4 +79,5 @@ def _add_card_to_pushes(modeling: ModuleType) -> None:
 
 
 def _config_class(module_name: str, name: str) -> Any:
-    return getattr(import_module(f"{__package__}.{module_name}"), name)
+    """None while its module is being imported, which has this done again."""
+    return getattr(import_module(f"{__package__}.{module_name}"), name, None)

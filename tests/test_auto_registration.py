@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -28,6 +29,16 @@ CLASSES = [
 def test_registered(config_class: type, model_class: type) -> None:
     assert type(AutoConfig.for_model(config_class.model_type)) is config_class
     assert AutoModel._model_mapping[config_class] is model_class
+
+
+@pytest.mark.parametrize("first", ["configuration_dflash_drafter", "configuration_length_head"])
+def test_whatever_is_imported_first(first: str) -> None:
+    # Each of these has transformers' `Auto` classes imported while it is itself still being imported.
+    code = (
+        f"import adaflash_hf.{first}; from transformers import AutoConfig; from adaflash_hf import DFlashDrafterConfig\n"
+        "from transformers.models.auto.modeling_auto import MODEL_MAPPING; assert DFlashDrafterConfig in MODEL_MAPPING"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_again_changes_nothing() -> None:
