@@ -42,13 +42,13 @@ class DFlashDrafterRMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         dtype = hidden_states.dtype
+        if not torch.is_grad_enabled():
+            # The same in one call. Training keeps to the steps below, whose dtypes under autocast are spelled out.
+            return self.weight * nn.functional.rms_norm(hidden_states, self.weight.shape, eps=self.variance_epsilon)
         hidden_states = hidden_states.to(torch.float32)
         variance = hidden_states.pow(2).mean(-1, keepdim=True)
         hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
         return self.weight * hidden_states.to(dtype)
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
 
 
 class DFlashDrafterRotaryEmbedding(nn.Module):
@@ -84,17 +84,17 @@ class DFlashDrafterRotaryEmbedding(nn.Module):
         return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
 
 
-def rotate_half(x: torch.Tensor) -> torch.Tensor:
-    """Turns (a, b), the halves of the last dimension, into (-b, a)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
-def apply_rotary(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates `[B, heads, n, D]` states by the last n of the positions that `[B, >= n, D]` cosines cover."""
-    rows = states.shape[-2]
+def rotation(cos: torch.Tensor, sin: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What [`apply_rotary`] needs of the last `rows` positions: cosines, and sines with those of the first half negated,
+    both `[B, 1, rows, D]`. Made once for all layers."""
     cos, sin = cos[:, None, -rows:], sin[:, None, -rows:]
-    return states * cos + rotate_half(states) * sin
+    half = sin.shape[-1] // 2
+    return cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+
+
+def apply_rotary(states: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """Rotates `[B, heads, rows, D]` states: (a, b) to (a cos - b sin, b cos + a sin), a and b the halves."""
+    return states * cos + states.roll(states.shape[-1] // 2, dims=-1) * signed_sin
 
 
 def eager_attention_forward(
@@ -144,7 +144,7 @@ class DFlashDrafterAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         context: torch.Tensor | None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        rotations: tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
         attention_mask: Any = None,
         cache: Cache | None = None,
         **kwargs: Any,
@@ -153,12 +153,11 @@ class DFlashDrafterAttention(nn.Module):
         query = self.q_norm(self._split_heads(self.q_proj(hidden_states)))
         key = self.k_norm(self._split_heads(self.k_proj(source)))
         value = self._split_heads(self.v_proj(source))  # [B, kv heads, n_new + block, D]
-        query, key = apply_rotary(query, *position_embeddings), apply_rotary(key, *position_embeddings)
+        query, key = apply_rotary(query, *rotations[0]), apply_rotary(key, *rotations[1])
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
 
-        implementation = self.config._attn_implementation
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attend(
             self,
             query,
@@ -205,13 +204,13 @@ class DFlashDrafterDecoderLayer(GradientCheckpointingLayer):
         self,
         hidden_states: torch.Tensor,
         context: torch.Tensor | None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        rotations: tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
         attention_mask: Any = None,
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         normed = self.input_layernorm(hidden_states)
-        attended, _ = self.self_attn(normed, context, position_embeddings, attention_mask, cache=cache, **kwargs)
+        attended, _ = self.self_attn(normed, context, rotations, attention_mask, cache=cache, **kwargs)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -346,17 +345,17 @@ class DFlashDrafterModel(DFlashDrafterPreTrainedModel):
             first = 0 if cache is None else cache.get_seq_length()
             position_ids = (torch.arange(new_keys, device=noise_embeds.device) + first)[None]
         masks = self._layer_masks(noise_embeds, new_keys, attention_mask, cache)
-        position_embeddings = self.rotary_emb(noise_embeds, position_ids)
+        cos_sin = self.rotary_emb(noise_embeds, position_ids)
+        rotations = rotation(*cos_sin, noise_embeds.shape[1]), rotation(*cos_sin, new_keys)  # of queries, of keys
 
         # Each layer knows its own causality; a value from the caller must not override it inside the attention.
         kwargs.pop("is_causal", None)
         hidden_states = noise_embeds
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
             hidden_states = layer(
-                hidden_states, context, position_embeddings, attention_mask=masks[layer_type], cache=cache, **kwargs
+                hidden_states, context, rotations, attention_mask=masks[layer_type], cache=cache, **kwargs
             )
-        hidden_states = self.norm(hidden_states)
-        return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{OUTPUT_CACHE_FIELD: cache})
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{OUTPUT_CACHE_FIELD: cache})
 
     def compute_logits(self, hidden_states: torch.Tensor, output_embeddings: nn.Module) -> torch.Tensor:
         """
@@ -368,8 +367,7 @@ class DFlashDrafterModel(DFlashDrafterPreTrainedModel):
             `torch.Tensor` of shape `[..., vocab_size]`
         """
         # A matmul on a sliced three-dimensional tensor copies the whole LM head per batch entry, ten times slower.
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = output_embeddings(rows)
+        logits = output_embeddings(hidden_states.reshape(-1, hidden_states.shape[-1]))
         if self.config.output_multiplier != 1:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping

@@ -9,6 +9,8 @@ import typer
 
 
 __all__ = [
+    "Baseline",
+    "BaselineOption",
     "DeviceOption",
     "DraftProposal",
     "DraftProposalOption",
@@ -40,6 +42,13 @@ class LengthPolicy(StrEnum):
     LENGTH_HEAD = "length_head"
     CONFIDENCE = "confidence"
     COST_AWARE = "cost_aware"
+
+
+class Baseline(StrEnum):
+    """What plain decoding runs on in a comparison."""
+
+    LOADED = "loaded"
+    PREPACKED = "prepacked"
 
 
 class DraftProposal(StrEnum):
@@ -78,7 +87,14 @@ PrepackOption = Annotated[
     bool,
     typer.Option(
         "--prepack/--no-prepack",
-        help="On a CPU that emulates the dtype, or in float32: rearrange weights for blocks of rows (memory for speed).",
+        help="On a CPU that emulates the dtype, or in float32: rearrange weights for blocks (memory for speed).",
+    ),
+]
+BaselineOption = Annotated[
+    Baseline,
+    typer.Option(
+        "--baseline",
+        help="Plain decoding runs on the model as it was loaded, or on the same rearranged weights as AdaFlash.",
     ),
 ]
 VerboseOption = Annotated[

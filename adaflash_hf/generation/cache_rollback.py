@@ -20,6 +20,7 @@ from transformers.cache_utils import (
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..errors import UnsupportedGenerationError
+from .appending_cache import append_in_place
 
 
 __all__ = [
@@ -106,6 +107,8 @@ def _check_layer_can_roll_back(layer: CacheLayerMixin, batch_size: int) -> None:
 def working_cache(cache: Cache, config: PreTrainedConfig, batch_size: int, is_returned: bool) -> Cache:
     """The cache to decode with: `cache` itself, or a dynamic stand-in for a static one.
 
+    If nobody will look at it afterwards, its dynamic layers append in place from here on.
+
     A static cache has no slots to spare in which rows could be moved against each other, and before transformers 5.24
     it cannot be cropped at all.
 
@@ -120,6 +123,8 @@ def working_cache(cache: Cache, config: PreTrainedConfig, batch_size: int, is_re
     """
     static = [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
     if not static or (batch_size == 1 and all(layer.is_croppable for layer in static)):
+        if not is_returned:
+            append_in_place(cache)
         return cache
     sliding = [layer for layer in static if type(layer) is not StaticLayer]
     if has_linear_attention(cache) or (sliding and is_returned):

@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from .acceptance import sample_tokens
+from .appending_cache import appending_cache
 from .block_inputs import BlockEmbedder
 from .cache_rollback import select_cache_rows
 from .compatibility import unwrap_model
@@ -52,7 +53,7 @@ class DraftContext:
     def empty(cls, batch_size: int, device: torch.device) -> DraftContext:
         """A context that holds nothing yet."""
         positions = torch.zeros(batch_size, 0, dtype=torch.long, device=device)
-        return cls(DynamicCache(), positions, positions.bool(), [])
+        return cls(appending_cache(), positions, positions.bool(), [])
 
     def append(self, features: torch.Tensor, positions: torch.Tensor, used: torch.Tensor | None) -> None:
         """Adds the features of newly committed tokens.

@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
+from .appending_cache import append_in_place
 from .cache_rollback import check_cache_can_roll_back, has_linear_attention, working_cache, write_back
 from .candidate_generator import AdaFlashCandidateGenerator, DraftContext, Proposal
 from .compatibility import unwrap_model
@@ -137,6 +138,7 @@ class AdaFlashDecoding:
         for row in range(input_ids.shape[0]):
             row_kwargs, row_ids = _single_row(model_kwargs, input_ids, row)
             cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+            append_in_place(cache)
             self._decode([row], row_ids, row_kwargs, cache, key=cache)
 
     def _generator(self, batch_size: int, cache: Cache) -> AdaFlashCandidateGenerator:

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import PreTrainedModel
 
+from .appending_cache import append_in_place
 from .candidate_generator import AdaFlashCandidateGenerator
 from .compatibility import unwrap_model
 from .engine_bench import CONTEXT_TOKENS, cost_fingerprint
@@ -77,6 +78,7 @@ class _ScratchBatch:
         if unwrap_model(target)._supports_logits_to_keep():
             kwargs["logits_to_keep"] = 1
         cache = DynamicCache(config=unwrap_model(target).config.get_text_config(decoder=True))
+        append_in_place(cache)
         self._runner = TargetRunner(target, kwargs, cache, self._generator.hidden_state_ids, False, recorder)
         positions = torch.arange(CONTEXT_TOKENS, device=device).expand(size, -1)
         for outputs in self._runner.prefill(prompt, CONTEXT_TOKENS, None):
