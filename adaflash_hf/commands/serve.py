@@ -117,7 +117,7 @@ def sglang(
 
 @app.command()
 def reload(
-    directory: Annotated[Path, typer.Argument(help="Directory that `adaflash online` publishes to.")],
+    publish_dir: Annotated[Path, typer.Option("--publish-dir", help="Directory that `adaflash online` publishes to.")],
     replica: Annotated[
         list[str], typer.Option("--replica", help="Address of a server; once for each, never that of a router.")
     ],
@@ -152,7 +152,7 @@ def reload(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     client = ReloadClient(
-        directory,
+        publish_dir,
         [ReplicaAddress(url, api_key, admin_api_key) for url in replica],
         ReloadClientSettings(poll_s=poll, min_relative_acceptance=min_relative_acceptance, base=base),
         ServerProbe(buffer, num_prompts=probe_prompts),
@@ -172,7 +172,7 @@ def reload(
 
 @app.command()
 def collect(
-    buffer: Annotated[Path, typer.Argument(help="Replay buffer; made if it is not there.")],
+    buffer: Annotated[Path, typer.Option("--buffer", help="File of the replay buffer; made if it is not there.")],
     upstream: Annotated[str, typer.Option("--upstream", help="Address of the server, as http://host:30000.")],
     target: Annotated[
         str | None,

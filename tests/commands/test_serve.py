@@ -113,18 +113,18 @@ def test_reload_once(drafter, tmp_path, capsys):
     publisher.publish(drafter, VersionManifest(0))
     draft = dict(draft_weights(publisher.path_of(0), has_plugin=False).tensors)
     with SGLangServer(draft=draft, target={"norm.weight": draft["norm.weight"]}).run() as server:
-        arguments = ["serve", "reload", str(publisher.directory), "--replica", server.url, "--once"]
+        arguments = ["serve", "reload", "--publish-dir", str(publisher.directory), "--replica", server.url, "--once"]
         assert cli.main([*arguments, "--probe-prompts", "2"]) == 0
         assert server.weight_version == "adaflash-0"
     assert f"{server.url}: version 0" in capsys.readouterr().out
-    assert cli.main(["serve", "reload", str(publisher.directory), "--replica", "http://127.0.0.1:9", "--once"]) == 1
+    assert cli.main(["serve", "reload", "--publish-dir", str(publisher.directory), "--replica", "http://127.0.0.1:9", "--once"]) == 1
     assert "does not answer /model_info" in capsys.readouterr().out
 
 
 def test_collect(tmp_path):
     port, buffer = free_port(), tmp_path / "buffer"
     with SGLangServer().run() as server:
-        command = [sys.executable, "-m", "adaflash_hf.cli", "serve", "collect", str(buffer)]
+        command = [sys.executable, "-m", "adaflash_hf.cli", "serve", "collect", "--buffer", str(buffer)]
         command += ["--upstream", f"{server.url}/v1", "--port", str(port)]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             body = {"messages": [{"role": "user", "content": "hello"}]}
