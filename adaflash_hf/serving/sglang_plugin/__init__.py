@@ -6,6 +6,8 @@ this package imports SGLang, and nothing here does before SGLang asks for it.
 
 from __future__ import annotations
 
+import sys
+
 
 __all__ = ["register"]
 
@@ -13,7 +15,9 @@ __all__ = ["register"]
 def register() -> None:
     """Makes ADAFLASH known to SGLang. Whether it can work here is checked when a server is to use it."""
     from .algorithm import register_algorithm
-    from .weight_updates import register_hooks
+    from .hooks import register_hooks
 
     register_algorithm()
-    register_hooks()
+    # Hooks import what they are put on, for which processes that only turn tokens into text have no use.
+    if "sglang.srt.managers.scheduler" in sys.modules:
+        register_hooks()

@@ -9,6 +9,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from .compatibility import check_sglang
+from .hooks import apply_hooks
 from .settings import PluginSettings
 
 
@@ -83,6 +84,7 @@ def register_algorithm() -> None:
         # Here too: this is the process that will use the hooks.
         check_sglang()
         _register_model()
+        apply_hooks()
         from .worker import AdaFlashWorker
 
         return AdaFlashWorker

@@ -10,7 +10,7 @@ from ...errors import InvalidInputError
 from ...generation.length_policies import ENGINE_ACTIVATION_CONCURRENCY, LengthHeadPolicy
 
 
-__all__ = ["MODE_VARIABLE", "VerifyMode", "PluginSettings"]  # noqa: RUF022 - the variable before what reads it
+__all__ = ["MODE_VARIABLE", "PluginSettings", "VerifyMode"]
 
 # SGLang's own variable for verification with lengths of their own; its CUDA graphs read it too.
 MODE_VARIABLE = "SGLANG_RAGGED_VERIFY_MODE"

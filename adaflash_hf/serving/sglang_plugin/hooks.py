@@ -1,20 +1,22 @@
-"""What has to happen when the drafter's weights change under a running server.
+"""Where the plugin reaches into SGLang's classes, through the registry that SGLang has for that.
 
-SGLang keeps stacked copies of the drafter's key and value projections and makes them once, so that after an update
-the context would go through the old ones and the block through the new: still lossless, with acceptance falling for no
-visible reason. That holds for its own DFLASH too, which these hooks mend as well.
+Most of it is about the drafter's weights changing under a running server. SGLang keeps stacked copies of the drafter's
+key and value projections and makes them once, so that after an update the context would go through the old ones and
+the block through the new: still lossless, with acceptance falling for no visible reason. That holds for its own DFLASH
+too, which the hook mends as well.
 """
 
 from __future__ import annotations
 
 import logging
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from ...errors import DrafterCheckpointError
+from ...errors import DrafterCheckpointError, MissingDependencyError
 
 
-__all__ = ["refuse_unfit_weights", "register_hooks", "renew_derived_weights"]
+__all__ = ["apply_hooks", "refuse_unfit_weights", "register_hooks", "renew_derived_weights"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,16 +25,44 @@ _LOAD = "sglang.srt.model_executor.model_runner_components.weight_updater.Weight
 _RELAY = "sglang.srt.speculative.spec_utils.spec_need_hidden_states"
 
 
+_PREPARE = "sglang.srt.speculative.dflash_info.DFlashVerifyInput.prepare_for_verify"
+
+_registered: set[str] = set()
+
+
 def register_hooks() -> None:
-    """Adds the hooks to SGLang's registry, which applies them once all plugins are loaded."""
+    """Adds the hooks to SGLang's registry, once; it applies them when all plugins are loaded."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(_END, renew_derived_weights, HookType.AFTER)
-    HookRegistry.register(_LOAD, refuse_unfit_weights, HookType.AROUND)
-    HookRegistry.register(_RELAY, _relay_as_dflash_does, HookType.AFTER)
-    HookRegistry.register(
-        "sglang.srt.speculative.dflash_info.DFlashVerifyInput.prepare_for_verify", _pack_inputs, HookType.BEFORE
-    )
+    for target, hook, kind in (
+        (_END, renew_derived_weights, HookType.AFTER),
+        (_LOAD, refuse_unfit_weights, HookType.AROUND),
+        (_RELAY, _relay_as_dflash_does, HookType.AFTER),
+        (_PREPARE, _pack_inputs, HookType.BEFORE),
+    ):
+        if target not in _registered:
+            _registered.add(target)
+            HookRegistry.register(target, hook, kind)
+
+
+def apply_hooks() -> None:
+    """
+    Puts the hooks in place if they are not, and makes sure of it: SGLang's registry only logs what it cannot do.
+
+    Raises:
+        MissingDependencyError: One of them could not be put in place.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    register_hooks()
+    HookRegistry.apply_hooks()
+    if missing := [
+        target for target in sorted(_registered) if not hasattr(pkgutil.resolve_name(target), "__wrapped__")
+    ]:
+        raise MissingDependencyError(
+            f"The algorithm ADAFLASH could not put its hook on {', '.join(missing)}; SGLang's log says why. Start "
+            "without other plugins (SGLANG_PLUGINS=adaflash), or export with --to sglang and use DFLASH."
+        )
 
 
 def renew_derived_weights(result: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
