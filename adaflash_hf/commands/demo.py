@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from .options import (
+    Baseline,
+    BaselineOption,
     DeviceOption,
     DrafterOption,
     DraftProposalOption,
@@ -36,6 +38,7 @@ def demo(
     length_policy: LengthPolicyOption = None,
     draft_proposal: DraftProposalOption = None,
     prepack: PrepackOption = True,
+    baseline: BaselineOption = Baseline.LOADED,
     verbose: VerboseOption = False,
 ) -> None:
     """Decode six maths, code and chat prompts plainly and with AdaFlash, side by side, and compare."""
@@ -43,7 +46,7 @@ def demo(
 
     from ..evaluation.demo import run_demo
     from ..evaluation.prompts import load_demo_prompts
-    from .loading import load_models
+    from .loading import find_baseline, load_models
 
     console = Console()
     models = load_models(target, drafter, dtype.value, device, prepack, console)
@@ -56,5 +59,6 @@ def demo(
         max_new_tokens=max_new_tokens,
         time_budget_s=time_budget,
         drafting_kwargs=drafting_kwargs(length_policy, draft_proposal),
+        plain_model=find_baseline(models.target_model, baseline.value, console),
         verbose=verbose,
     )

@@ -14,6 +14,8 @@ import typer
 
 from ..errors import InvalidInputError
 from .options import (
+    Baseline,
+    BaselineOption,
     DeviceOption,
     DrafterOption,
     DraftProposalOption,
@@ -78,6 +80,7 @@ def generate(
     repeats: Annotated[
         int, typer.Option("--repeats", min=1, help="With --compare: runs of each side per prompt; medians are shown.")
     ] = 1,
+    baseline: BaselineOption = Baseline.LOADED,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per prompt and nothing else.")
     ] = False,
@@ -107,7 +110,7 @@ def generate(
         messages=messages,
     )
     if compare:
-        request.compare(repeats)
+        request.compare(repeats, baseline.value)
     else:
         request.answer()
 
@@ -191,7 +194,7 @@ class _Request:
             typer.echo("" if self.stream else self._text(run))
             self._print_summary(run)
 
-    def compare(self, repeats: int) -> None:
+    def compare(self, repeats: int, baseline: str) -> None:
         """Decode every prompt both ways and print one table, or one JSON object per prompt."""
         from rich.console import Console
 
@@ -199,13 +202,17 @@ class _Request:
         from ..evaluation.comparison_table import build_comparison_table, build_statistics_table
         from ..evaluation.demo import make_display, stream_to
 
+        from .loading import find_baseline
+
         console = Console()
+        plain_model = find_baseline(self.models.target_model, baseline, self.messages)
         with self.messages.status("Warming up"):
             warm_up(
                 self.models.target_model,
                 self.models.drafter,
                 self.prompts[0][1],
                 drafting_kwargs=self.drafting_kwargs,
+                plain_model=plain_model,
             )
         named: list[tuple[str, Comparison]] = []
         for number, (text, inputs) in enumerate(self.prompts, start=1):
@@ -217,6 +224,7 @@ class _Request:
                     inputs,
                     generate_kwargs=self.generate_kwargs,
                     drafting_kwargs=self.drafting_kwargs,
+                    plain_model=plain_model,
                     repeats=repeats,
                     seed=self.seed,
                     make_streamer=stream_to(display, self.models.tokenizer) if display is not None else None,

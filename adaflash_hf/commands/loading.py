@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..embedded_target import EMBEDDED_TARGET_NAME, ProgressCallback, load_target, without_progress_bars
 from ..errors import InvalidInputError
-from ..generation.prepacking import prepack_linear_layers
+from ..generation.prepacking import PrepackedLinear, prepack_linear_layers, unpacked_twin
 
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
 
-__all__ = ["LoadedModels", "find_drafter", "load_drafter", "load_models"]
+__all__ = ["LoadedModels", "find_baseline", "find_drafter", "load_drafter", "load_models"]
 
 _DRAFTER_OF_EMBEDDED_TARGET = "adaflash-drafter-smollm2-135m"
 _CHECKPOINTS_DIRECTORY = Path(__file__).resolve().parents[2] / "checkpoints"
@@ -110,10 +110,32 @@ def load_models(
     with without_progress_bars() if Path(drafter_path).is_dir() else nullcontext():
         drafter_model = load_drafter(drafter_path, target_model)
     if prepack:
-        # Plain decoding runs on the same rearranged weights, so a comparison stays one of decoding alone.
         prepack_linear_layers(target_model)
         prepack_linear_layers(drafter_model, allow_rounding=True)
     return LoadedModels(target_model, tokenizer, drafter_model)
+
+
+def find_baseline(target_model: PreTrainedModel, baseline: str, console: Console) -> PreTrainedModel:
+    """
+    The model that decodes plainly in a comparison; where it is another one than the target, the user is told.
+
+    Args:
+        target_model (`PreTrainedModel`):
+            From [`load_models`].
+        baseline (`str`):
+            Value of `--baseline`.
+        console (`rich.console.Console`):
+            Where the difference is told.
+    """
+    if baseline != "loaded" or not any(isinstance(module, PrepackedLinear) for module in target_model.modules()):
+        return target_model
+    console.print(
+        "Plain decoding runs on the model as loaded, AdaFlash on rearranged weights too; --baseline prepacked gives "
+        "both the same.",
+        highlight=False,
+        style="dim",
+    )
+    return unpacked_twin(target_model)
 
 
 @contextmanager

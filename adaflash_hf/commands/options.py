@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -77,7 +78,7 @@ DeviceOption = Annotated[
 ]
 LengthPolicyOption = Annotated[
     LengthPolicy | None,
-    typer.Option("--length-policy", help="Who decides how much of a draft is verified; default: fixed."),
+    typer.Option("--length-policy", help="Who decides how much of a draft is verified; default: cost_aware, in online fixed."),
 ]
 DraftProposalOption = Annotated[
     DraftProposal | None,
@@ -103,6 +104,20 @@ VerboseOption = Annotated[
 
 
 def drafting_kwargs(length_policy: LengthPolicy | None, draft_proposal: DraftProposal | None) -> dict[str, Any]:
-    """The arguments of `generate()` that only a call with a drafter takes; what is not given stays the default."""
-    given = {"length_policy": length_policy, "draft_proposal": draft_proposal}
-    return {name: choice.value for name, choice in given.items() if choice is not None}
+    """
+    The arguments of `generate()` that only a call with a drafter takes.
+
+    Costs are weighed unless another policy is asked for: a user of a command has not said that the machine is one
+    where rows are free. That they are measured first, once, is said on standard error.
+    """
+    kwargs = {"length_policy": (length_policy or LengthPolicy.COST_AWARE).value}
+    if kwargs["length_policy"] == LengthPolicy.COST_AWARE:
+        _show_calibration()
+    return kwargs if draft_proposal is None else {**kwargs, "draft_proposal": draft_proposal.value}
+
+
+def _show_calibration() -> None:
+    calibration = logging.getLogger("adaflash_hf.generation.cost_calibration")
+    if not calibration.handlers:
+        calibration.addHandler(logging.StreamHandler())
+        calibration.setLevel(logging.INFO)

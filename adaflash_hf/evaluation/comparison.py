@@ -226,6 +226,7 @@ def compare_decoding(
     *,
     generate_kwargs: Mapping[str, Any],
     drafting_kwargs: Mapping[str, Any] | None = None,
+    plain_model: PreTrainedModel | None = None,
     repeats: int = 1,
     seed: int | None = None,
     make_streamer: Callable[[Side], TimedTextStreamer | None] | None = None,
@@ -245,6 +246,8 @@ def compare_decoding(
             Passed to both calls of `generate()`.
         drafting_kwargs (`Mapping[str, Any]`, *optional*):
             Passed to the call with the drafter only (`length_policy`, `draft_proposal`).
+        plain_model (`PreTrainedModel`, *optional*):
+            Decodes the plain side: the same model without prepacked weights. `target_model` itself by default.
         repeats (`int`, *optional*, defaults to 1):
             How many times each side runs; which side goes first alternates.
         seed (`int`, *optional*):
@@ -265,7 +268,7 @@ def compare_decoding(
                 torch.manual_seed(seed)
             extra = dict(drafting_kwargs or {}) if side == "adaflash" else {}
             run = decode_once(
-                target_model,
+                plain_model if side == "plain" and plain_model is not None else target_model,
                 inputs,
                 drafter=drafter if side == "adaflash" else None,
                 streamer=make_streamer(side) if make_streamer is not None and repeat == 0 else None,
@@ -290,6 +293,7 @@ def warm_up(
     inputs: Mapping[str, torch.Tensor],
     *,
     drafting_kwargs: Mapping[str, Any] | None = None,
+    plain_model: PreTrainedModel | None = None,
 ) -> tuple[DecodedRun, DecodedRun]:
     """
     Run both sides briefly, so that first-call costs (kernel selection, allocations) are charged to neither.
@@ -303,13 +307,15 @@ def warm_up(
             `input_ids` and `attention_mask` of shape `(1, prompt_tokens)`.
         drafting_kwargs (`Mapping[str, Any]`, *optional*):
             Passed to the call with the drafter only.
+        plain_model (`PreTrainedModel`, *optional*):
+            Decodes the plain side; `target_model` by default.
 
     Returns:
         `tuple[DecodedRun, DecodedRun]`: the second run of each, plain first, from which speed can be estimated.
     """
     generate_kwargs: dict[str, Any] = {"max_new_tokens": _WARM_UP_TOKENS, "do_sample": False}
     for _ in range(2):
-        plain = decode_once(target_model, inputs, **generate_kwargs)
+        plain = decode_once(plain_model or target_model, inputs, **generate_kwargs)
         adaflash = decode_once(target_model, inputs, drafter=drafter, **generate_kwargs, **dict(drafting_kwargs or {}))
     return plain, adaflash
 

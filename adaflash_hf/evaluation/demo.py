@@ -194,6 +194,7 @@ def run_demo(
     max_new_tokens: int,
     time_budget_s: float,
     drafting_kwargs: Mapping[str, Any] | None = None,
+    plain_model: PreTrainedModel | None = None,
     verbose: bool = False,
 ) -> list[Comparison]:
     """
@@ -216,6 +217,8 @@ def run_demo(
             Seconds for all responses; they are cut shorter on a slow machine.
         drafting_kwargs (`Mapping[str, Any]`, *optional*):
             Passed to `generate()` with the drafter only (`length_policy`, `draft_proposal`).
+        plain_model (`PreTrainedModel`, *optional*):
+            Decodes the plain side; `target_model` by default.
         verbose (`bool`, *optional*, defaults to `False`):
             Also print verify lengths and where the time went.
 
@@ -224,7 +227,11 @@ def run_demo(
     """
     with console.status("Warming up"):
         last_runs = warm_up(
-            target_model, drafter, encode_prompt(tokenizer, prompts[0].text), drafting_kwargs=drafting_kwargs
+            target_model,
+            drafter,
+            encode_prompt(tokenizer, prompts[0].text),
+            drafting_kwargs=drafting_kwargs,
+            plain_model=plain_model,
         )
     deadline = time.monotonic() + time_budget_s
     shortest = max_new_tokens
@@ -247,6 +254,7 @@ def run_demo(
                 encode_prompt(tokenizer, prompt.text),
                 generate_kwargs={"max_new_tokens": new_tokens, "do_sample": False},
                 drafting_kwargs=drafting_kwargs,
+                plain_model=plain_model,
                 make_streamer=stream_to(display, tokenizer),
                 on_run=display.finish,
             )

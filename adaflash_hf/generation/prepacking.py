@@ -19,9 +19,11 @@ user's choice.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -30,12 +32,17 @@ from ..cpu_arithmetic import multiplies_natively
 from ..errors import MissingDependencyError
 
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
 __all__ = [
     "PrepackedLinear",
     "can_prepack",
     "can_prepack_half",
     "prepack_linear_layers",
     "restore_linear_layers",
+    "unpacked_twin",
 ]
 
 # The full layout is chosen for this many rows; it serves any number of them.
@@ -221,3 +228,20 @@ def restore_linear_layers(model: nn.Module) -> None:
             for name in ("_packed_weight", "allows_rounding"):
                 module.__dict__.pop(name, None)
             object.__setattr__(module, "__class__", nn.Linear)
+
+
+def unpacked_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """
+    The same model with plain linear layers: what a user has who rearranged nothing, to compare with.
+
+    Args:
+        model (`PreTrainedModel`):
+            Left as it is.
+
+    Returns:
+        `PreTrainedModel`: a copy of the modules that shares all tensors, so that it costs no memory
+    """
+    shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+    twin = copy.deepcopy(model, shared)
+    restore_linear_layers(twin)
+    return twin

@@ -10,10 +10,10 @@ from stand_ins import byte_tokenizer
 from tiny_models import tiny_drafter, tiny_target
 
 from adaflash_hf.commands import loading
-from adaflash_hf.commands.loading import find_drafter, load_drafter, load_models
+from adaflash_hf.commands.loading import find_baseline, find_drafter, load_drafter, load_models
 from adaflash_hf.embedded_target import EMBEDDED_TARGET_NAME
 from adaflash_hf.errors import InvalidInputError
-from adaflash_hf.generation.prepacking import PrepackedLinear
+from adaflash_hf.generation.prepacking import PrepackedLinear, prepack_linear_layers
 
 
 @pytest.fixture
@@ -75,3 +75,12 @@ def test_prepacks_both_models_when_asked(tmp_path, console, prepack):
     models = load_models(str(tmp_path / "target"), str(tmp_path / "drafter"), "float32", "cpu", prepack, console)
     for model in (models.target_model, models.drafter):
         assert any(isinstance(module, PrepackedLinear) for module in model.modules()) is prepack
+
+
+def test_plain_decoding_runs_on_the_model_as_loaded_or_on_the_same_weights(console):
+    target = tiny_target("llama")
+    assert find_baseline(target, "loaded", console) is target
+    prepack_linear_layers(target)
+    assert find_baseline(target, "prepacked", console) is target
+    baseline = find_baseline(target, "loaded", console)
+    assert not any(isinstance(module, PrepackedLinear) for module in baseline.modules())

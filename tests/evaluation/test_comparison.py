@@ -144,6 +144,20 @@ def test_sides_take_turns_and_speeds_are_medians(target, inputs):
     assert comparison.plain_tok_per_s == sorted(run.tok_per_s for run in comparison.plain)[1]
 
 
+def test_the_plain_side_can_have_a_model_of_its_own(target, inputs, monkeypatch):
+    other = StandInTarget()
+    calls = []
+    for name, model in (("target", target), ("other", other)):
+        generate = model.generate
+        monkeypatch.setattr(
+            model,
+            "generate",
+            lambda *args, _name=name, _run=generate, **kwargs: (calls.append(_name), _run(**kwargs))[1],
+        )
+    compare_decoding(target, StandInDrafter(), inputs, generate_kwargs=GREEDY, plain_model=other)
+    assert calls == ["other", "target"]
+
+
 def test_only_the_first_repeat_is_streamed(target, inputs):
     made = []
     compare_decoding(

@@ -13,6 +13,7 @@ from adaflash_hf.generation.prepacking import (
     can_prepack_half,
     prepack_linear_layers,
     restore_linear_layers,
+    unpacked_twin,
 )
 
 
@@ -206,3 +207,16 @@ def test_restore(layers):
     restore_linear_layers(layers)
     assert type(layers[0]) is nn.Linear
     assert "_packed_weight" not in layers[0].__dict__
+
+
+def test_the_twin_is_plain_and_shares_all_tensors():
+    target = tiny_target("llama")
+    prepack_linear_layers(target)
+    twin = unpacked_twin(target)
+    assert not any(isinstance(module, PrepackedLinear) for module in twin.modules())
+    assert any(isinstance(module, PrepackedLinear) for module in target.modules())
+    for (name, tensor), (_, original) in zip(twin.named_parameters(), target.named_parameters(), strict=True):
+        assert tensor is original, name
+    input_ids = torch.arange(5)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(twin(input_ids).logits, target(input_ids).logits, rtol=1e-4, atol=1e-5)
