@@ -201,7 +201,6 @@ class _Request:
         from ..evaluation.comparison import compare_decoding, stats_as_dict, warm_up
         from ..evaluation.comparison_table import build_comparison_table, build_statistics_table
         from ..evaluation.demo import make_display, stream_to
-
         from .loading import find_baseline
 
         console = Console()
