@@ -72,6 +72,8 @@ ARCHITECTURE_FIELDS["lfm2"] = {"layer_types": ["conv", "full_attention"] * (NUM_
 ARCHITECTURE_FIELDS["qwen3_5_text"] = {
     name: value for name, value in ARCHITECTURE_FIELDS["qwen3_next"].items() if name.startswith(("layer", "linear"))
 }
+# A hybrid whose recurrent layers begin anew when they are given several tokens at once.
+ARCHITECTURE_FIELDS["jamba"] = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
 RECURRENT_ARCHITECTURES = ("qwen3_next",)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList, UnbatchedClassifierFreeGuidanceLogitsProcessor
@@ -14,7 +15,7 @@ from ..errors import InvalidInputError, UnsupportedGenerationError
 from .cache_rollback import has_linear_attention
 
 
-__all__ = ["check_prompt_is_given", "check_request"]
+__all__ = ["check_prompt_is_given", "check_request", "rotary_limit"]
 
 OTHER_WAYS_OF_DECODING = (
     "prompt_lookup_num_tokens",
@@ -24,6 +25,20 @@ OTHER_WAYS_OF_DECODING = (
     "dola_layers",
     "constraints",
     "force_words_ids",
+)
+# Their recurrent layers go on from a cached state when several tokens come at once. Those of others (Jamba, MiniMax)
+# do so for a single token only, and begin anew with a block.
+CONTINUING_HYBRIDS = (
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2",
+    "lfm2_moe",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "zamba2",
 )
 
 
@@ -64,6 +79,13 @@ def check_request(
                 f"`{name}` is {getattr(config, name)!r} and `assistant_model` is a DFlash drafter: choose one way of "
                 "decoding."
             )
+    text_config = model.config.get_text_config(decoder=True)
+    if has_linear_attention(cache) and text_config.model_type not in CONTINUING_HYBRIDS:
+        raise UnsupportedGenerationError(
+            f"{type(model).__name__} (`model_type` {text_config.model_type!r}) has recurrent layers that are not "
+            "known to verify a block of tokens as they verify single ones. Generate without `assistant_model`."
+        )
+    _check_rotary_embedding(text_config, config.max_length)
     _check_mask_length(config, model_kwargs, input_ids, cache)
     _check_padding(model_kwargs.get("attention_mask"))
     if config.output_attentions and config.return_dict_in_generate and input_ids.shape[0] > 1:
@@ -92,6 +114,39 @@ def _check_lockstep(model: PreTrainedModel, cache: Cache, logits_processor: Logi
         raise UnsupportedGenerationError(
             f"{type(model).__name__} has recurrent layers, whose replay takes a different number of forward passes on "
             "each rank, but `synced_gpus` needs the same number. Generate without `assistant_model`."
+        )
+
+
+def rotary_limit(text_config: PreTrainedConfig) -> int | None:
+    """The longest sequence over which every token is rotated in the same way, however many come at once.
+
+    Args:
+        text_config (`PreTrainedConfig`): The target's configuration, of its decoder.
+
+    Returns:
+        `int`: In tokens; None if the rotation never changes.
+    """
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    limits = []
+    # Some models have parameters per layer type.
+    for part in (parameters, *(part for part in parameters.values() if isinstance(part, dict))):
+        kind = part.get("rope_type") or ""
+        if kind == "longrope":
+            original = part.get("original_max_position_embeddings")
+            limits.append(original or getattr(text_config, "original_max_position_embeddings", None))
+        elif "dynamic" in kind:
+            limits.append(text_config.max_position_embeddings)
+    return min((limit for limit in limits if limit), default=None)
+
+
+def _check_rotary_embedding(text_config: PreTrainedConfig, max_length: int | None) -> None:
+    limit = rotary_limit(text_config)
+    if limit is not None and max_length is not None and max_length > limit:
+        raise UnsupportedGenerationError(
+            f"Prompt and new tokens may reach {max_length} tokens, but beyond {limit} the target's rotary embedding "
+            "(`rope_parameters`) changes with the length of the sequence, so that a block of tokens is computed "
+            f"otherwise than one token at a time. Keep both within {limit} tokens by `max_new_tokens`, or generate "
+            "without `assistant_model`."
         )
 
 

@@ -7,12 +7,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from plain_comparison import CACHE_NAME, exact_target, prompt, ragged_batch, rows_per_forward
-from tiny_models import tiny_drafter
+from plain_comparison import (
+    CACHE_NAME,
+    assert_same_as_plain,
+    exact_target,
+    prompt,
+    ragged_batch,
+    rows_per_forward,
+)
+from tiny_models import tiny_drafter, tiny_target
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig, MambaConfig, T5Config
 from transformers.cache_utils import QuantizedLayer
 
 from adaflash_hf import AdaFlashError, DrafterCompatibilityError, InvalidInputError, UnsupportedGenerationError
+from adaflash_hf.generation.request_checks import rotary_limit
 
 
 def assert_refused(target: Any, error: type[AdaFlashError], message: str, inputs: Any = None, **kwargs: Any) -> None:
@@ -86,6 +94,31 @@ def test_mask_of_another_length(columns: int) -> None:
 def test_row_without_tokens() -> None:
     inputs = {"input_ids": prompt(4).repeat(2, 1), "attention_mask": torch.tensor([[1] * 4, [0] * 4])}
     assert_refused(exact_target(), InvalidInputError, "Row 1 of `attention_mask` has no tokens", inputs)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotation_that_changes_with_the_length(kind: str) -> None:
+    """Beyond the limit a block is rotated otherwise than single tokens; up to it, answers are plain ones."""
+    parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    if kind == "longrope":
+        parameters |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
+    limit = 16 if kind == "longrope" else 24
+    target = exact_target("llama", max_position_embeddings=24, rope_parameters=parameters)
+    assert rotary_limit(target.config) == limit
+    assert_same_as_plain(target, prompt(9), max_new_tokens=limit - 9)
+    assert_refused(
+        target, UnsupportedGenerationError, f"beyond {limit}", {"inputs": prompt(9)}, max_new_tokens=limit - 8
+    )
+
+
+def test_rotations_that_do_not_change() -> None:
+    assert rotary_limit(exact_target().config) is None
+    assert rotary_limit(exact_target("gemma3_text").config) is None
+
+
+def test_recurrent_layers_that_begin_anew_with_a_block() -> None:
+    target = tiny_target("jamba")
+    assert_refused(target, UnsupportedGenerationError, "`model_type` 'jamba'")
 
 
 def test_attentions_of_a_batch() -> None:
