@@ -1,8 +1,9 @@
 """Runs in SGLang's own environment: several of its servers, whose imports are done once.
 
-Usage: python sglang_servers.py SERVERS.json, a list of {"log": path, "arguments": [...], "environment": {...}}. Every
-process of a server would import SGLang anew, most of a minute each; here they are forked from one that has. It runs
-until it is terminated, and takes its servers with it.
+Usage: python sglang_servers.py SERVERS.json CHECKS.json. The first is a list of {"log": path, "arguments": [...],
+"environment": {...}}. Every process of a server would import SGLang anew, most of a minute each; here they are forked
+from one that has. What `sglang_checks.py` finds goes into the second. It runs until it is terminated, and takes its
+servers with it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from sglang_checks import run_checks
 
 
 def import_everything() -> None:
@@ -49,6 +52,7 @@ def main() -> None:
     """Forks a server for each entry and waits."""
     entries: list[dict[str, Any]] = json.loads(Path(sys.argv[1]).read_text())
     import_everything()
+    Path(sys.argv[2]).write_text(json.dumps(run_checks()))
     children = []
     for entry in entries:
         child = os.fork()

@@ -204,7 +204,7 @@ def servers(workload: Workload, tmp_path_factory: pytest.TempPathFactory) -> Ite
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHONPATH"))}
     with open(folder / "all.log", "w") as log:
         process = subprocess.Popen(
-            [PYTHON, ROOT / "tests_serving" / "sglang_servers.py", folder / "servers.json"],
+            [PYTHON, ROOT / "tests_serving" / "sglang_servers.py", folder / "servers.json", folder / "checks.json"],
             env={**inherited, "HF_HUB_OFFLINE": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -250,6 +250,12 @@ def test_the_base_server_is_the_target(workload: Workload, base: list[dict[str, 
     ]
     answers = [{"output_ids": out[0, one.shape[1] :].tolist()} for one, out in zip(ids, plain, strict=True)]
     assert_lossless(workload, answers, base)
+
+
+def test_sglang_is_as_the_plugin_needs_it(servers: dict[str, Server]) -> None:
+    """Every hook is there, and packed rows are those of SGLang's DSPARK."""
+    checks = json.loads((servers["base"].log.parent / "checks.json").read_text())
+    assert checks == {"missing_hooks": [], "packing_differences": []}
 
 
 def test_dflash_serves_the_export(workload: Workload, servers: dict[str, Server], base: list[dict[str, Any]]) -> None:
