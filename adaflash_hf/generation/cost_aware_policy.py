@@ -41,6 +41,19 @@ _TRIAL_REQUESTS = 4
 # Rounds after which drafting that does not pay is given up until it does: features are not collected any more.
 _PATIENCE_ROUNDS = 16
 
+# What belongs to the models and the loop that a policy was last prepared for.
+_LEARNED = (
+    "_table",
+    "_forecaster",
+    "_correction",
+    "_recent",
+    "_budget_s",
+    "_confirmations",
+    "_rounds_unpaid",
+    "_kept",
+    "_num_rounds",
+)
+
 _SHARED: weakref.WeakKeyDictionary[nn.Module, CostAwarePolicy] = weakref.WeakKeyDictionary()
 
 
@@ -104,6 +117,7 @@ class CostAwarePolicy(LengthPolicy):
         self._refresh_costs = refresh_costs
         self._table = table
         self._fingerprint: dict[str, str] | None = None
+        self._others: dict[Hashable, dict[str, Any]] = {}
         self._is_packed = True
         self._forecaster: AcceptanceForecaster | None = None
         self._forget()
@@ -121,14 +135,15 @@ class CostAwarePolicy(LengthPolicy):
     def prepare(self, bench: RoundBench) -> None:
         """Looks up or measures costs, unless that is done already for these models and this many requests."""
         fingerprint = bench.fingerprint()
-        if self._given_table is None and (
-            self._table is None or self._fingerprint != fingerprint or not self._table.covers(bench.max_requests)
-        ):
+        if self._fingerprint != fingerprint:
+            # One policy serves all calls of `generate()`, and those with one prompt and with several cost otherwise.
+            self._others[_key_of(self._fingerprint)] = {name: getattr(self, name) for name in _LEARNED}
+            self._forget()
+            self._table, self._forecaster = self._given_table, None
+            vars(self).update(self._others.pop(_key_of(fingerprint), {}))
+        if self._given_table is None and (self._table is None or not self._table.covers(bench.max_requests)):
             self._table = calibrated_table(bench, self._cache_directory, self._refresh_costs)
             self._refresh_costs = False
-        if self._fingerprint != fingerprint:
-            self._forget()
-            self._forecaster = None
         self._fingerprint = fingerprint
         self._is_packed = bench.is_packed
 
@@ -321,3 +336,7 @@ class CostAwarePolicy(LengthPolicy):
 def _magnitude(count: int) -> int:
     """Counts that share a correction: 1, 2, 3 to 4, 5 to 8, and so on."""
     return (count - 1).bit_length()
+
+
+def _key_of(fingerprint: dict[str, str] | None) -> Hashable:
+    return None if fingerprint is None else tuple(sorted(fingerprint.items()))

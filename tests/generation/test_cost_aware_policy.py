@@ -146,3 +146,27 @@ def test_engine_is_exact() -> None:
     for handle, answer in zip(handles, answers, strict=True):
         assert handle.result().sequence_ids == answer[0].tolist()
     assert engine.statistics().accepted_tokens > 0
+
+
+def test_what_was_learned_of_two_loops_is_kept_apart() -> None:
+    """As in `generate()`, where one prompt is decoded by another loop than several."""
+
+    class Bench:
+        is_packed = True
+        max_requests = 8
+        longest_verify_length = 8
+
+        def __init__(self, loop: str):
+            self.loop = loop
+
+        def fingerprint(self) -> dict[str, str]:
+            return {"loop": self.loop}
+
+    policy, one, other = cost_aware(), Bench("one"), Bench("other")
+    policy.prepare(one)
+    Simulation(always(0.1), always(8)).run(policy, 100)
+    assert not policy.keeps_context(8)
+    policy.prepare(other)
+    assert policy.wants_draft(8) and policy.keeps_context(8)  # nothing is known here
+    policy.prepare(one)
+    assert not policy.keeps_context(8)
