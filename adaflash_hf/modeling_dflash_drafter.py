@@ -85,8 +85,8 @@ class DFlashDrafterRotaryEmbedding(nn.Module):
 
 
 def rotation(cos: torch.Tensor, sin: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What [`apply_rotary`] needs of the last `rows` positions: cosines, and sines with those of the first half negated,
-    both `[B, 1, rows, D]`. Made once for all layers."""
+    """What [`apply_rotary`] needs of the last `rows` positions: cosines, and sines with the first half negated, both
+    `[B, 1, rows, D]`. Made once for all layers."""
     cos, sin = cos[:, None, -rows:], sin[:, None, -rows:]
     half = sin.shape[-1] // 2
     return cos, torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)

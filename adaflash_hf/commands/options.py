@@ -78,7 +78,9 @@ DeviceOption = Annotated[
 ]
 LengthPolicyOption = Annotated[
     LengthPolicy | None,
-    typer.Option("--length-policy", help="Who decides how much of a draft is verified; default: cost_aware, in online fixed."),
+    typer.Option(
+        "--length-policy", help="Who decides how much of a draft is verified; default: cost_aware, in online fixed."
+    ),
 ]
 DraftProposalOption = Annotated[
     DraftProposal | None,

@@ -1,7 +1,7 @@
 """Keys and values in buffers with room to spare, so that new ones are written behind the old ones.
 
-A `DynamicCache` puts old and new states together in a new tensor in every layer and forward pass. That copies the whole
-context twice a round, once for the target and once for the drafter; here only the new states are copied.
+A `DynamicCache` puts old and new states together in a new tensor in every layer and forward pass. That copies the
+whole context twice a round, once for the target and once for the drafter; here only the new states are copied.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class AppendingLayer(DynamicLayer):
     """A `DynamicLayer` whose `keys` and `values` are the used part of larger buffers.
 
     Whoever crops it, or writes into what it holds, need not know. Where `keys` and `values` were replaced by others,
-    as when sequences are selected, the next update begins new buffers. Where gradients are asked for, and inside compiled
-    code, it copies as its parent does.
+    as when sequences are selected, the next update begins new buffers. Where gradients are asked for, and inside
+    compiled code, it copies as its parent does.
     """
 
     _buffers: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -59,9 +59,7 @@ class AppendingLayer(DynamicLayer):
         if buffers[0].shape[0] != batch_size or buffers[0].is_inference() > torch.is_inference_mode_enabled():
             return False
         pairs = zip(buffers, (self.keys, self.values), strict=True)
-        return all(
-            buffer.data_ptr() == held.data_ptr() and buffer.stride() == held.stride() for buffer, held in pairs
-        )
+        return all(buffer.data_ptr() == held.data_ptr() and buffer.stride() == held.stride() for buffer, held in pairs)
 
     def _larger_buffers(
         self, used: int, end: int, key_states: torch.Tensor, value_states: torch.Tensor

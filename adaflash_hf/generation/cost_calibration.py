@@ -20,6 +20,8 @@ __all__ = ["RoundBench", "calibrate", "calibrated_table", "cost_table_directory"
 
 logger = logging.getLogger(__name__)
 
+# Timed walks over the grid that took longer than this in all are enough: steps of seconds vary little.
+_ENOUGH_S = 5.0
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # What does not fit into memory is not to be chosen.
 _OUT_OF_MEMORY_FACTOR = 1e3
@@ -66,7 +68,7 @@ def calibrate(bench: RoundBench, num_passes: int = 3, clock: Callable[[], float]
 
     Args:
         bench (`RoundBench`): Runs the steps.
-        num_passes (`int`, defaults to 3): Timed walks; the median of a point counts.
+        num_passes (`int`, defaults to 3): Timed walks, fewer where they are long; the median of a point counts.
         clock (`Callable[[], float]`, *optional*): Seconds.
 
     Returns:
@@ -89,16 +91,23 @@ def calibrate(bench: RoundBench, num_passes: int = 3, clock: Callable[[], float]
 
     target_s = np.zeros((num_passes + 1, len(requests), len(lengths)))
     draft_s = np.zeros((num_passes + 1, len(requests)))
+    num_timed, spent_s = 0, 0.0
     try:
         for number in range(num_passes + 1):
+            begin_s = clock()
             for i, count in enumerate(requests):
                 draft_s[number, i] = timed(lambda count=count: bench.run_draft(count))  # type: ignore[misc]
                 for j, length in enumerate(lengths):
                     steps = [length] * count
                     target_s[number, i, j] = timed(lambda steps=steps: bench.run_target(steps))  # type: ignore[misc]
+            if number > 0:
+                num_timed, spent_s = number, spent_s + clock() - begin_s
+            if spent_s > _ENOUGH_S:
+                break
     finally:
         bench.close()
-    return CostTable.fit(requests, lengths, _medians(target_s[1:]), _medians(draft_s[1:]))
+    timed_walks = slice(1, num_timed + 1)
+    return CostTable.fit(requests, lengths, _medians(target_s[timed_walks]), _medians(draft_s[timed_walks]))
 
 
 def _medians(passes: np.ndarray) -> np.ndarray:
@@ -125,8 +134,11 @@ def calibrated_table(bench: RoundBench, directory: Path | None = None, refresh: 
     if table is not None and table.covers(bench.max_requests) and table.lengths[-1] >= bench.longest_verify_length:
         return table
     begin_s = time.perf_counter()
-    logger.info("Measuring the costs of target steps and drafts for up to %d requests.", bench.max_requests)
+    logger.info(
+        "Measuring once what target steps and drafts cost on this machine, for up to %d requests at once ...",
+        bench.max_requests,
+    )
     table = calibrate(bench)
-    logger.info("Measured them in %.1f s; they are kept in %s.", time.perf_counter() - begin_s, path)
+    logger.info("Measured in %.1f s; kept in %s.", time.perf_counter() - begin_s, path)
     save_cost_table(path, table, fingerprint)
     return table

@@ -1,10 +1,21 @@
 from __future__ import annotations
 
+import logging
+
 from adaflash_hf.commands.options import DraftProposal, LengthPolicy, drafting_kwargs
 
 
-def test_options_that_are_not_given_stay_the_drafters_own():
-    assert drafting_kwargs(None, None) == {}
+def test_costs_are_weighed_unless_something_else_is_asked_for():
+    assert drafting_kwargs(None, None) == {"length_policy": "cost_aware"}
+    assert drafting_kwargs(LengthPolicy.FIXED, None) == {"length_policy": "fixed"}
+
+
+def test_measuring_costs_is_said_once():
+    calibration = logging.getLogger("adaflash_hf.generation.cost_calibration")
+    for _ in range(2):
+        drafting_kwargs(None, None)
+    assert len(calibration.handlers) == 1
+    assert calibration.isEnabledFor(logging.INFO)
 
 
 def test_given_options_become_plain_strings():

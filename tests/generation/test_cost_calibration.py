@@ -57,6 +57,22 @@ def test_costs_are_what_the_clock_says() -> None:
         assert table.draft_seconds(requests) == pytest.approx(0.002 * requests)
 
 
+def test_slow_steps_are_not_measured_again_and_again() -> None:
+    bench = ClockBench(max_requests=1)
+    target_steps: list[int] = []
+    run_target = bench.run_target
+
+    def slow_target(verify_lengths: Sequence[int]) -> None:
+        run_target(verify_lengths)
+        bench.now_s += 2
+        target_steps.append(verify_lengths[0])
+
+    bench.run_target = slow_target  # type: ignore[method-assign]
+    table = calibrate(bench, clock=lambda: bench.now_s)
+    assert target_steps == 2 * [1, 2, 3, 4, 5]  # one walk to warm up, one that counts
+    assert table.target_seconds(1, 5.0) == pytest.approx(2.015)
+
+
 def test_what_does_not_fit_is_too_dear_to_be_chosen() -> None:
     bench = ClockBench(memory_rows=10)
     table = calibrate(bench, clock=lambda: bench.now_s)
