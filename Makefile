@@ -53,7 +53,7 @@ test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 		tests_serving/test_vllm_export.py
 
 docs: $(VENV)/.installed-docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test-sglang: $(VENV)/.installed-dev $(SGLANG_VENV)/.installed
 	$(TEST_ENV) ADAFLASH_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest -s $(PYTEST_ARGS) \
