@@ -26,7 +26,17 @@ OTHER_WAYS_OF_DECODING = (
     "constraints",
     "force_words_ids",
 )
-# Their recurrent layers go on from a cached state when several tokens come at once. Those of others (Jamba, MiniMax)
+# Their recurrent layers go on from a cached state when several tokens come at once, and give back a state that was
+# put away. Others (Jamba, MiniMax, Falcon-H1, Zamba2) begin anew with a block, or do not, and then answer otherwise.
+CONTINUING_HYBRIDS = (
+    "granitemoehybrid",
+    "lfm2",
+    "lfm2_moe",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+)
 # do so for a single token only, and begin anew with a block.
 CONTINUING_HYBRIDS = (
     "falcon_h1",
