@@ -37,19 +37,6 @@ CONTINUING_HYBRIDS = (
     "qwen3_5_text",
     "qwen3_next",
 )
-# do so for a single token only, and begin anew with a block.
-CONTINUING_HYBRIDS = (
-    "falcon_h1",
-    "granitemoehybrid",
-    "lfm2",
-    "lfm2_moe",
-    "nemotron_h",
-    "olmo_hybrid",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-    "zamba2",
-)
 
 
 def check_request(
