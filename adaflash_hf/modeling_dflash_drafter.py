@@ -268,8 +268,16 @@ class DFlashDrafterModel(DFlashDrafterPreTrainedModel):
             token_ids (`torch.Tensor` of shape `[draft_vocab_size]`, *optional*):
                 Ids in the target's vocabulary, ascending; None to draft all tokens.
         """
+        if token_ids is not None:
+            token_ids = torch.as_tensor(token_ids, device=self.fc.weight.device)
+            is_list = token_ids.ndim == 1 and token_ids.numel() > 0 and not token_ids.is_floating_point()
+            if not is_list or int(token_ids[0]) < 0 or bool((token_ids.diff() <= 0).any()):
+                raise InvalidInputError(
+                    f"`token_ids` is {token_ids!r}; expected different ids in one dimension, ascending from 0 or more."
+                )
+            token_ids = token_ids.long()
         self.config.draft_vocab_size = None if token_ids is None else len(token_ids)
-        self.draft_token_ids = None if token_ids is None else token_ids.to(self.fc.weight.device, torch.long)
+        self.draft_token_ids = token_ids
 
     def project_context(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """

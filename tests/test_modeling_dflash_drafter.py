@@ -439,3 +439,11 @@ def test_bfloat16_follows_float32() -> None:
     assert output.dtype == torch.bfloat16
     # bfloat16 keeps 8 bits; a few layers of it stay within a few per cent of values of size one.
     assert (output.float() - expected).norm() / expected.norm() < 0.05
+
+
+@pytest.mark.parametrize("token_ids", [[], [3, 2], [2, 2], [-1, 4], [[1, 2]], [1.5, 2.5]])
+def test_a_draft_vocabulary_that_is_no_list_of_ids_is_refused(token_ids: list) -> None:
+    drafter = tiny_drafter()
+    with pytest.raises(InvalidInputError, match="`token_ids` is .*ascending"):
+        drafter.set_draft_vocabulary(torch.tensor(token_ids))
+    assert drafter.draft_token_ids is None

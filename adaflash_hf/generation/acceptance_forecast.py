@@ -113,7 +113,7 @@ class AcceptanceForecaster:
         head = self._confidence_head or confidence_head_of(drafter)
         if head is not None:
             self._use("confidence_head")
-            probabilities = head(hidden_states).probabilities.float().cpu().numpy()
+            probabilities = np.nan_to_num(head(hidden_states).probabilities.float().cpu().numpy())
             if probabilities.shape[1] != self.draft_length:
                 raise InvalidInputError(
                     f"The confidence head forecasts {probabilities.shape[1]} slots, but the drafter drafts "
@@ -127,7 +127,8 @@ class AcceptanceForecaster:
             shape = (hidden_states.shape[0], self.draft_length)
             return Forecast(np.full(shape, _UNKNOWN_RATE), np.broadcast_to(slots, shape))
         self._use("length_head")
-        ratio = drafter.length_head(hidden_states).ratio.float().cpu().numpy().astype(float)
+        # A drafter that overflowed expects nothing to be accepted.
+        ratio = np.nan_to_num(drafter.length_head(hidden_states).ratio.float().cpu().numpy().astype(float))
         rates = geometric_rates(ratio * self.block_size - 1, self.draft_length)
         bucket = np.minimum((ratio * _RATIO_BUCKETS).astype(int), _RATIO_BUCKETS - 1)
         return Forecast(

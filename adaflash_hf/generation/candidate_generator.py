@@ -281,7 +281,8 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         if self._draft_warper is None:
             return Proposal(logits.argmax(dim=-1), None, lengths)
         batch, drafts, vocab = logits.shape
-        warped = self._draft_warper(logits.reshape(-1, vocab).float())
+        # With a drafter that overflowed any distribution will do, for the target corrects it; but it must be one.
+        warped = self._draft_warper(logits.reshape(-1, vocab).float().nan_to_num(posinf=1e4, neginf=float("-inf")))
         probs = warped.softmax(dim=-1).reshape(batch, drafts, vocab)
         return Proposal(sample_tokens(probs), probs, lengths)
 

@@ -324,7 +324,8 @@ def scaled_verify_lengths(
         `torch.Tensor` of that shape: Whole numbers.
     """
     longest = block_size if longest is None else longest
-    lengths = torch.round(ratio.float() * block_size * length_scale)
+    # No number: the drafter overflowed, in float16 for instance, and nothing will be accepted.
+    lengths = torch.round(ratio.float().nan_to_num(nan=0.0) * block_size * length_scale)
     return lengths.clamp(min(min_verify_length, longest), longest)
 
 

@@ -97,7 +97,7 @@ def test_heads_without_rows_are_used_whole() -> None:
 @pytest.mark.parametrize("token_ids", [[3, 2, 5], [2, 2], [-1, 4], [0, VOCAB_SIZE]])
 def test_a_wrong_list_is_refused(token_ids: list[int]) -> None:
     target, drafter = tiny_target(), tiny_drafter()
-    drafter.set_draft_vocabulary(torch.tensor(token_ids))
+    drafter.draft_token_ids = torch.tensor(token_ids)  # as a checkpoint may hold them
     with pytest.raises(DrafterCompatibilityError, match=r"`draft_token_ids`.*set_draft_vocabulary\(None\)"):
         generate(target, ragged_batch(), assistant_model=drafter, max_new_tokens=4)
 

@@ -11,7 +11,7 @@ from plain_comparison import exact_target, generate, oracle_for, prompt, ragged_
 from tiny_models import tiny_drafter
 
 from adaflash_hf import FixedLengthPolicy, InvalidInputError, LengthHeadPolicy, LengthPolicy
-from adaflash_hf.generation.length_policies import build_length_policy
+from adaflash_hf.generation.length_policies import LENGTH_POLICIES, build_length_policy
 
 
 def drafter_that_expects(*ratios: float, block_size: int = 16) -> Any:
@@ -137,3 +137,18 @@ def test_lengths_out_of_range_are_refused(length: int) -> None:
 
     with pytest.raises(InvalidInputError, match=rf"Wrong.verify_lengths returned \[{length}\]"):
         generate(shared_target(), prompt(), max_new_tokens=9, assistant_model=tiny_drafter(), length_policy=Wrong([1]))
+
+
+@pytest.mark.parametrize("draft_proposal", ["argmax", "sample"])
+@pytest.mark.parametrize("policy", LENGTH_POLICIES)
+def test_a_drafter_that_overflows_costs_no_answer(policy: str, draft_proposal: str) -> None:
+    """As one may do in float16: nothing it drafts is accepted, and plain tokens come all the same."""
+    target = shared_target()
+    drafter = tiny_drafter(target, length_head_config={})
+    for parameter in drafter.parameters():
+        parameter.data.fill_(float("nan"))
+    expected = generate(target, prompt(), max_new_tokens=8)
+    options = {"max_new_tokens": 8, "length_policy": policy, "draft_proposal": draft_proposal}
+    assert torch.equal(generate(target, prompt(), assistant_model=drafter, **options), expected)
+    sampled = generate(target, prompt(), assistant_model=drafter, do_sample=True, top_k=1, **options)
+    assert torch.equal(sampled, expected)
