@@ -40,6 +40,15 @@ for policy in ("fixed", "cost_aware"):
     drafted = target.generate(ids, assistant_model=drafter, length_policy=policy, max_new_tokens=6, do_sample=False)
     assert drafted.tolist() == target.generate(ids, max_new_tokens=6, do_sample=False).tolist()
 assert "adaflash_hf.generation.decoding" in sys.modules
+from adaflash_hf.training import DrafterTrainingArguments
+from adaflash_hf.training.lora import add_lora
+for call in (lambda: DrafterTrainingArguments(output_dir=sys.argv[1]), lambda: add_lora(drafter)):
+    try:
+        call()
+    except adaflash_hf.MissingDependencyError as error:
+        assert "pip install 'adaflash-hf[train]'" in str(error)
+    else:
+        raise AssertionError("not refused")
 assert not {"accelerate", "peft", "datasets"} & set(sys.modules)
 """
 

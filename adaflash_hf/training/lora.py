@@ -21,7 +21,7 @@ import torch
 from ..adapter_loading import base_of_adapter, check_adapter_fits
 from ..checkpoint_files import hub_arguments
 from ..checkpoint_loading import check_loaded_weights
-from ..errors import DrafterCheckpointError, InvalidInputError
+from ..errors import DrafterCheckpointError, InvalidInputError, MissingDependencyError
 from ..modeling_dflash_drafter import DFlashDrafterModel
 
 
@@ -66,8 +66,14 @@ def add_lora(
 
     Raises:
         InvalidInputError: an argument is out of range, `drafter` already has an adapter, or its place is unknown.
+        MissingDependencyError: PEFT is not installed.
     """
-    from peft import LoraConfig, get_peft_model
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise MissingDependencyError(
+            "A LoRA adapter needs the package peft, which is not installed; run: pip install 'adaflash-hf[train]'"
+        ) from error
 
     if rank < 1:
         raise InvalidInputError(f"`rank` is {rank}; it must be at least 1 (16 is usual).")
@@ -120,8 +126,6 @@ def load_lora(
     Raises:
         DrafterCheckpointError: the adapter does not fit the base, is incomplete, pickled or not finite.
     """
-    from peft import PeftModel
-
     hub = hub_arguments(kwargs)
     if base is None:
         named = base_of_adapter(adapter, hub)
@@ -134,7 +138,9 @@ def load_lora(
     elif is_adapted(base):
         raise InvalidInputError("`base` already has an adapter; pass the drafter without one.")
     assert base is not None
-    check_adapter_fits(base, adapter, hub)
+    check_adapter_fits(base, adapter, hub)  # says so where PEFT is missing
+    from peft import PeftModel
+
     adapted = PeftModel.from_pretrained(base, os.fspath(adapter), is_trainable=is_trainable, **hub)
     check_loaded_weights(adapted, str(adapter))
     return adapted if is_trainable else adapted.eval()

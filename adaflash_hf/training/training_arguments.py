@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.utils import is_accelerate_available
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, MissingDependencyError
 from .head_labels import LENGTH_LABELS
 from .objectives import OBJECTIVES, DraftObjective
 
@@ -117,6 +118,10 @@ class DrafterTrainingArguments(TrainingArguments):
     drafter_attention: str = field(default="auto", metadata={"help": f"One of {', '.join(ATTENTIONS)}."})
 
     def __post_init__(self, *args: Any, **kwargs: Any) -> None:
+        if not is_accelerate_available():
+            raise MissingDependencyError(
+                "Training needs the package accelerate, which is not installed; run: pip install 'adaflash-hf[train]'"
+            )
         super().__post_init__(*args, **kwargs)
         for name, allowed in (
             ("train_only", (None, *TRAIN_ONLY)),
