@@ -57,7 +57,7 @@ docs: $(VENV)/.installed-docs
 
 test-sglang: $(VENV)/.installed-dev $(SGLANG_VENV)/.installed
 	$(TEST_ENV) ADAFLASH_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest -s $(PYTEST_ARGS) \
-		tests_serving/test_sglang_plugin.py
+		tests_serving/test_sglang_plugin.py tests_serving/test_closed_loop.py
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

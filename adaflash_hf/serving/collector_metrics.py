@@ -46,5 +46,5 @@ def prometheus_text(status: dict[str, Any]) -> str:
             return [answers, trajectories, version]
 
     registry = CollectorRegistry()
-    registry.register(Figures())  # type: ignore[arg-type]
+    registry.register(Figures())
     return generate_latest(registry).decode()

@@ -29,8 +29,20 @@ def test_help(command, capsys):
 
 
 @pytest.fixture(scope="module")
-def drafter():
-    return tiny_drafter(tiny_target("llama"))
+def target_model():
+    return tiny_target("llama")
+
+
+@pytest.fixture(scope="module")
+def drafter(target_model):
+    return tiny_drafter(target_model)
+
+
+@pytest.fixture
+def target(target_model, tmp_path):
+    """What is compared with the drafter: no weights."""
+    target_model.config.save_pretrained(tmp_path / "target")
+    return str(tmp_path / "target")
 
 
 @pytest.fixture
@@ -72,12 +84,12 @@ def free_port() -> int:
         return int(place.getsockname()[1])
 
 
-def test_the_command_is_shown(export, python, capsys):
-    arguments = ["serve", "sglang", export, "--target", "org/target", "--python", str(python), "--print"]
+def test_the_command_is_shown(export, target, python, capsys):
+    arguments = ["serve", "sglang", export, "--target", target, "--python", str(python), "--print"]
     assert cli.main([*arguments, "--attention-backend", "fa3", "--", "--log-level", "debug"]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith(
-        f"{python.parent}/sglang serve --model-path org/target --speculative-algorithm DFLASH"
+        f"{python.parent}/sglang serve --model-path {target} --speculative-algorithm DFLASH"
     )
     assert captured.out.endswith(
         "--attention-backend fa3 --weight-version adaflash-0 --enable-metrics --log-level debug\n"
@@ -85,9 +97,9 @@ def test_the_command_is_shown(export, python, capsys):
     assert "note: SGLang runs at most 48 requests" in captured.err
 
 
-def test_it_is_run_and_ended(export, python):
+def test_it_is_run_and_ended(export, target, python):
     port = free_port()
-    arguments = ["serve", "sglang", export, "--target", "org/target", "--python", str(python), "--port", str(port)]
+    arguments = ["serve", "sglang", export, "--target", target, "--python", str(python), "--port", str(port)]
     command = [sys.executable, "-m", "adaflash_hf.cli", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -99,7 +111,7 @@ def test_it_is_run_and_ended(export, python):
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     assert lines[-1] == f"adaflash: ready at http://127.0.0.1:{port}\n"
-    assert json.loads((python.parent / "called").read_text())[:3] == ["serve", "--model-path", "org/target"]
+    assert json.loads((python.parent / "called").read_text())[:3] == ["serve", "--model-path", target]
 
 
 def test_without_sglang(export, capsys):
@@ -117,7 +129,12 @@ def test_reload_once(drafter, tmp_path, capsys):
         assert cli.main([*arguments, "--probe-prompts", "2"]) == 0
         assert server.weight_version == "adaflash-0"
     assert f"{server.url}: version 0" in capsys.readouterr().out
-    assert cli.main(["serve", "reload", "--publish-dir", str(publisher.directory), "--replica", "http://127.0.0.1:9", "--once"]) == 1
+    assert (
+        cli.main(
+            ["serve", "reload", "--publish-dir", str(publisher.directory), "--replica", "http://127.0.0.1:9", "--once"]
+        )
+        == 1
+    )
     assert "does not answer /model_info" in capsys.readouterr().out
 
 
