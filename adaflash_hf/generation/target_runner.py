@@ -24,6 +24,7 @@ from .cache_rollback import (
     stop_recording,
     take_recurrent_snapshot,
 )
+from .grouped_attention import GroupedAttention
 from .statistics import StatisticsRecorder
 
 
@@ -79,6 +80,7 @@ class TargetRunner:
         self.model = model
         self.cache = cache
         self.recorder = recorder
+        self._attention = GroupedAttention(model)
         self._cache_name = cache_argument_name(model)
         self._prompt_kwargs = model_kwargs
         self._step_kwargs = {key: value for key, value in model_kwargs.items() if key not in PROMPT_ONLY_KWARGS}
@@ -115,7 +117,8 @@ class TargetRunner:
             input_ids, **{self._cache_name: self.cache}, use_cache=True, **kwargs, **self._step_kwargs
         )
         self.recorder.count_target_forward()
-        return self.model(**inputs, **self._outputs_kwargs)
+        with self._attention.active():
+            return self.model(**inputs, **self._outputs_kwargs)
 
     def prefill(
         self, input_ids: torch.Tensor, total_slots: int, chunk_size: int | None
