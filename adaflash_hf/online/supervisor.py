@@ -88,6 +88,7 @@ class Supervisor:
         trainer: Settings of the trainer.
         inference: Settings of the inference side; None attaches the trainer to a buffer that others fill.
         poll_s: Seconds between two looks.
+        endures_quick_deaths: Whether to start a side again however often it dies soon after its start.
         stopping: Set to end; may be set by a signal handler.
         snapshot: The newest status, see [`RunSnapshots.take`].
     """
@@ -95,6 +96,7 @@ class Supervisor:
     trainer: TrainerSettings
     inference: InferenceSettings | None = None
     poll_s: float = 1.0
+    endures_quick_deaths: bool = False
     stopping: threading.Event = field(default_factory=threading.Event)
     snapshot: dict[str, Any] = field(init=False, default_factory=dict)
 
@@ -171,9 +173,11 @@ class Supervisor:
         elif side.due_s == 0.0:
             is_quick = time.monotonic() - side.started_s < _SOUND_S
             side.quick_deaths = side.quick_deaths + 1 if is_quick else 1
-            if side.quick_deaths > _QUICK_DEATHS:
+            if side.quick_deaths > _QUICK_DEATHS and not self.endures_quick_deaths:
                 raise self._failed(side)
-            pause_s = min(_FIRST_PAUSE_S * 2 ** (side.quick_deaths - 1), _LONGEST_PAUSE_S)
+            pause_s = _FIRST_PAUSE_S
+            if not self.endures_quick_deaths:
+                pause_s = min(_FIRST_PAUSE_S * 2 ** (side.quick_deaths - 1), _LONGEST_PAUSE_S)
             logger.warning("The %s ended with %s; starting it again in %.1f s.", side.name, code, pause_s)
             side.due_s = time.monotonic() + pause_s
         elif time.monotonic() >= side.due_s:
