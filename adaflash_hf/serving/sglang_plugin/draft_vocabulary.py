@@ -21,17 +21,20 @@ class VocabularyDraftSampler:
         token_ids (`torch.Tensor` of shape `(n,)`): The draft vocabulary.
         lm_head_weight (`torch.Tensor` of shape `(vocab_size, hidden_size)`): The target's.
         block_size (`int`): Rows of a block, the anchor included.
-        max_requests (`int`): Most requests of a graph; 0 where there are none.
     """
 
-    def __init__(self, token_ids: torch.Tensor, lm_head_weight: torch.Tensor, block_size: int, max_requests: int = 0):
+    def __init__(self, token_ids: torch.Tensor, lm_head_weight: torch.Tensor, block_size: int):
         self.token_ids = token_ids
         self.block_size = block_size
         self._rows = torch.empty(
             len(token_ids), lm_head_weight.shape[1], dtype=lm_head_weight.dtype, device=lm_head_weight.device
         )
-        self.out = torch.zeros(max_requests * (block_size - 1), dtype=torch.int64, device=lm_head_weight.device)
+        self.out = self._rows.new_empty(0, dtype=torch.int64)
         self.renew(lm_head_weight)
+
+    def reserve(self, max_requests: int) -> None:
+        """Makes `out` large enough for the drafts of so many requests; to be called before graphs are captured."""
+        self.out = self._rows.new_zeros(max_requests * (self.block_size - 1), dtype=torch.int64)
 
     def renew(self, lm_head_weight: torch.Tensor) -> None:
         """Takes the rows again, in place, after an update of the drafter's list or of the target."""

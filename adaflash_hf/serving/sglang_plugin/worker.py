@@ -154,9 +154,7 @@ class AdaFlashWorker(DFlashWorkerV2):
         token_ids, lm_head = self.draft_model.draft_token_ids, self._lm_head()
         reason = why_whole_vocabulary(token_ids, lm_head, int(get_parallel().tp_group.world_size))
         if reason is None:
-            graphs = get_exec().graph.cuda_graph_config
-            largest = max(graphs.decode.bs) if graphs is not None and graphs.decode.bs else 0
-            self._vocabulary = VocabularyDraftSampler(token_ids, lm_head.weight, int(self.block_size), largest)
+            self._vocabulary = VocabularyDraftSampler(token_ids, lm_head.weight, int(self.block_size))
         elif token_ids is not None and self._target_tp_rank == 0:
             logger.warning("AdaFlash drafts among all tokens, not the %d it should: %s.", len(token_ids), reason)
 
@@ -168,4 +166,7 @@ class AdaFlashWorker(DFlashWorkerV2):
     def _maybe_build_draft_sampler(self) -> Any:
         # None where SGLang keeps sampling out of the graph, for reasons of its own.
         sampler = super()._maybe_build_draft_sampler()
-        return sampler if sampler is None or self._vocabulary is None else self._vocabulary
+        if sampler is None or self._vocabulary is None:
+            return sampler
+        self._vocabulary.reserve(max(get_exec().graph.cuda_graph_config.decode.bs))
+        return self._vocabulary

@@ -34,7 +34,8 @@ def test_drafts_are_those_of_the_engine(lm_head: nn.Linear) -> None:
 
 def test_in_a_graph_it_leaves_the_drafts_of_all_blocks(lm_head: nn.Linear) -> None:
     """The anchors' rows draft nothing, and a batch smaller than the graph fills the first places."""
-    sampler = VocabularyDraftSampler(TOKEN_IDS, lm_head.weight, BLOCK_SIZE, max_requests=5)
+    sampler = VocabularyDraftSampler(TOKEN_IDS, lm_head.weight, BLOCK_SIZE)
+    sampler.reserve(max_requests=5)
     hidden_states = torch.randn(3 * BLOCK_SIZE, HIDDEN_SIZE)
     place = sampler.out.data_ptr()
     sampler(hidden_states, torch.zeros(3 * BLOCK_SIZE))
