@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from .cpu_arithmetic import multiplies_natively
+from .error_text import first_line
 from .errors import InvalidInputError, MissingDependencyError
 
 
@@ -166,7 +167,7 @@ def _load_named(name_or_path: str, dtype: torch.dtype, report: ProgressCallback)
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
         model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise InvalidInputError(
             f"`target` is {name_or_path!r} and cannot be loaded ({reason}). Pass a Hub id, the directory of a causal "
             f"language model, or {EMBEDDED_TARGET_NAME!r}."

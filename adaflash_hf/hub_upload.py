@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from .error_text import first_line
 from .errors import InvalidInputError
 
 
@@ -42,7 +43,7 @@ def reserve_repository(repo_id: str, *, private: bool = False) -> None:
     try:
         HfApi().create_repo(repo_id, private=private or None, exist_ok=True)
     except hub_errors() as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise InvalidInputError(
             f"`push_to_hub` is {repo_id!r}, and that repository can be neither found nor created ({reason}). Log in "
             "with `hf auth login` to an account that may write there, or leave the option out and push later."

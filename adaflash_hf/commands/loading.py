@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..embedded_target import EMBEDDED_TARGET_NAME, ProgressCallback, load_target, without_progress_bars
+from ..error_text import first_line
 from ..errors import InvalidInputError
 from ..generation.prepacking import PrepackedLinear, prepack_linear_layers, unpacked_twin
 
@@ -74,7 +75,7 @@ def load_drafter(name_or_path: str, target_model: PreTrainedModel) -> DFlashDraf
     try:
         drafter = DFlashDrafterModel.from_pretrained(name_or_path, dtype=target_model.dtype)
     except OSError as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise InvalidInputError(
             f"`--drafter` is {name_or_path!r} and cannot be loaded ({reason}). Pass a Hub id or a directory with a "
             "config.json and model.safetensors."

@@ -21,6 +21,7 @@ from ...atomic_directories import directory_written_aside
 from ...checkpoint_loading import compare_shapes
 from ...configuration_dflash_drafter import DFlashDrafterConfig
 from ...embedded_target import without_progress_bars
+from ...error_text import first_line
 from ...errors import DrafterCheckpointError, DrafterExportError, InvalidInputError
 from ...modeling_dflash_drafter import DFlashDrafterModel
 from .adapters import is_adapter, read_adapter
@@ -275,7 +276,7 @@ def _save(form: CheckpointFormat, written: DrafterForm, folder: Path) -> None:
 
 
 def _why_unwritten(out: Path, error: Exception) -> str:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    reason = first_line(error)
     is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "os error 28" in reason
     hint = "The disk is full or a quota is used up; make room" if is_full else "Check that it can be written to"
     return f"`OUT` is {str(out)!r} and could not be written ({reason}). {hint}; nothing was left behind."

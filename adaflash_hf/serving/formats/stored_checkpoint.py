@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
 from ...checkpoint_loading import ADAPTER_CONFIG_NAME, find_weight_files
+from ...error_text import first_line
 from ...errors import DrafterCheckpointError, InvalidInputError
 
 
@@ -108,7 +109,7 @@ def open_checkpoint(path: str | os.PathLike[str], hub: Mapping[str, Any] | None 
     except DrafterCheckpointError as error:
         raise DrafterCheckpointError(f"{error}{_pickles_in(source)}") from error
     except OSError as error:
-        raise DrafterCheckpointError(f"{source}: a weight file cannot be had ({_first_line(error)}).") from error
+        raise DrafterCheckpointError(f"{source}: a weight file cannot be had ({first_line(error)}).") from error
     return StoredCheckpoint(source=source, config=config, tensors=_read_headers(files, source))
 
 
@@ -126,7 +127,7 @@ def open_json(source: str, filename: str, options: Mapping[str, Any]) -> dict[st
         file = cached_file(source, filename, _raise_exceptions_for_missing_entries=False, **options)
     except (OSError, ValueError) as error:
         raise InvalidInputError(
-            f"{source} is neither a directory nor a Hub repository that can be reached ({_first_line(error)})."
+            f"{source} is neither a directory nor a Hub repository that can be reached ({first_line(error)})."
         ) from error
     if file is None:
         return None
@@ -156,7 +157,7 @@ def _read_headers(files: list[str], source: str) -> dict[str, StoredTensor]:
             raise DrafterCheckpointError(f"{source}: the weight file {os.path.basename(file)} is missing.") from error
         except (SafetensorError, OSError) as error:
             raise DrafterCheckpointError(
-                f"{source}: {os.path.basename(file)} cannot be read ({_first_line(error)}). The file is damaged or "
+                f"{source}: {os.path.basename(file)} cannot be read ({first_line(error)}). The file is damaged or "
                 "was not written to its end; copy or download it again."
             ) from error
     return tensors
@@ -168,8 +169,3 @@ def _pickles_in(source: str) -> str:
         return ""
     found = sorted(name for name in os.listdir(source) if name.endswith(_PICKLED_SUFFIXES))
     return f" Found here: {', '.join(found[:3])}." if found else ""
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

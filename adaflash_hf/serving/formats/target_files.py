@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from ...embedded_target import EMBEDDED_TARGET_NAME, embedded_target_directory
+from ...error_text import first_line
 from ...errors import InvalidInputError
 
 
@@ -53,7 +54,7 @@ class TargetFiles:
         try:
             return AutoConfig.from_pretrained(self.path, **self._hub)
         except (OSError, ValueError, KeyError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise InvalidInputError(
                 f"`target` is {self.name!r} and its config.json cannot be read ({reason}). Pass the directory or Hub "
                 "id of the model the drafter was trained for."
@@ -107,6 +108,6 @@ class TargetFiles:
         try:
             found = cached_file(self.path, filename, _raise_exceptions_for_missing_entries=False, **self._hub)
         except (OSError, ValueError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise InvalidInputError(f"`target` is {self.name!r} and cannot be read ({reason}).") from error
         return None if found is None else os.fspath(found)
