@@ -53,6 +53,8 @@ class HubServer(ThreadingHTTPServer):
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
         monkeypatch.setenv("HF_TOKEN", "hf_stand_in")
+        # transformers keeps a client, which would go on asking the server it was made for.
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
 
     def commit_id(self, repository: str) -> str:
         """Forty hexadecimal digits that change with the content."""
