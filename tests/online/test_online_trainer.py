@@ -1,45 +1,23 @@
 from __future__ import annotations
 
 import copy
-import functools
-import itertools
 import json
 import logging
-import os
-import random
-import resource
 import shutil
-import signal
-import sys
-import tempfile
 import threading
 import time
-from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from online_traffic import in_fork, recorded, served
+from online_traffic import recorded, served
 from published_drafters import adapted_drafter, train_on
-from safetensors.torch import load_file
 from tiny_models import tiny_target
+from tiny_online_trainer import make, make_buffer, published_weights, same
 
-from adaflash_hf import DFlashDrafterModel
 from adaflash_hf.errors import InvalidInputError, PublishedVersionError, ReplayBufferError
-from adaflash_hf.online import publisher as publisher_module
-from adaflash_hf.online import training_state
-from adaflash_hf.online.online_arguments import OnlineTrainingArguments
-from adaflash_hf.online.online_trainer import OnlineTrainer
-from adaflash_hf.online.publisher import Publisher
-from adaflash_hf.online.replay_buffer import BufferSettings, ReplayBuffer
-from adaflash_hf.online.round_training import InterruptedRoundError, RoundTrainer
+from adaflash_hf.online.round_training import RoundTrainer
 from adaflash_hf.online.run_status import read_status
-from adaflash_hf.online.training_state import TrainingStateStore
-
-
-NOBODY = 65534
-FAST = {"round_size": 4, "epochs": 1, "learning_rate": 1e-2, "min_held_out": 1, "anchors_per_trajectory": 4}
 
 
 @pytest.fixture(scope="module")
@@ -56,27 +34,6 @@ def traffic(target):
 def trained(target, traffic):
     """A drafter that drafts well on this traffic, so that bad weights show."""
     return train_on(adapted_drafter(), target, traffic[:12], steps=40)
-
-
-def make_buffer(tmp_path, traffic, **settings):
-    buffer = ReplayBuffer(tmp_path / "buffer", BufferSettings(**{"held_out_share": 0.3, **settings}))
-    buffer.append(traffic)
-    return buffer
-
-
-def make(tmp_path, target, drafter=None, name="published", **fields):
-    arguments = OnlineTrainingArguments(**{**FAST, **fields})
-    publisher = Publisher(tmp_path / name, keep_versions=20)
-    buffer = ReplayBuffer(tmp_path / "buffer")
-    return OnlineTrainer(drafter or adapted_drafter(), target, buffer, publisher, arguments, poll_s=0.01)
-
-
-def published_weights(tmp_path, version, name="published"):
-    return load_file(Publisher(tmp_path / name).path_of(version) / "model.safetensors")
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
 
 def test_rounds_publish_versions_that_draft_better(target, traffic, tmp_path):
@@ -267,140 +224,6 @@ def test_settings_that_cannot_work_are_refused(target, traffic, tmp_path):
         make(tmp_path, target)
 
 
-def train_everything(tmp_path, target, kill_where=None):
-    torch.use_deterministic_algorithms(True)
-    if kill_where is not None:
-        kill_at(*kill_where)
-    trainer = make(tmp_path, target, tolerance=3.0)
-    while trainer.waiting_for() is None:
-        trainer.run(max_rounds=1)
-
-
-def kill_at(owner, name, is_before, nth):
-    """Has this process killed before or after the n-th call of a function."""
-    function, calls = getattr(owner, name), itertools.count(1)
-
-    @functools.wraps(function)
-    def deadly(*args, **kwargs):
-        is_now = next(calls) == nth
-        if is_now and is_before:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = function(*args, **kwargs)
-        if is_now:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(owner, name, deadly)
-
-
-@pytest.fixture(scope="module")
-def whole(target, traffic, tmp_path_factory):
-    """What two rounds come to when nobody is killed."""
-    path = tmp_path_factory.mktemp("whole")
-    make_buffer(path, few(traffic))
-    with in_fork(train_everything, path, target) as process:
-        process.join(120)
-        assert process.exitcode == 0
-    assert Publisher(path / "published").pointer().version == 2
-    return path
-
-
-def few(traffic):
-    """Enough for two rounds, and one held out."""
-    waiting = [one for one in traffic if one.prompt_hash >= 0.3]
-    return [*waiting[:9], *[one for one in traffic if one.prompt_hash < 0.3][:1]]
-
-
-def check_after_a_kill(path):
-    """Nothing that may be loaded is half written, and the buffer is sound."""
-    versions = Publisher(path / "published")
-    for number in versions.numbers():
-        versions.get(number).check_files()
-    if (latest := versions.latest()) is not None:
-        DFlashDrafterModel.from_pretrained(latest.path)
-    assert ReplayBuffer(path / "buffer").depth().rows == 10
-
-
-def check_same_end(path, whole):
-    """Each trajectory was trained on once, and the weights are those of a run that nobody killed."""
-    buffers = [ReplayBuffer(each / "buffer") for each in (path, whole)]
-    assert buffers[0].depth() == buffers[1].depth()
-    counts = times_trained(buffers[0])
-    assert counts == times_trained(buffers[1])
-    assert Counter(counts.values()) == {0: 2, 1: 8}
-    assert buffers[0].open_round() is None
-    assert Publisher(path / "published").pointer().version == 2
-    for version in range(3):
-        assert same(published_weights(path, version), published_weights(whole, version))
-    progress = TrainingStateStore(path / "published" / "trainer-state").read_progress()
-    assert [(entry["round"], entry["outcome"]) for entry in progress.history] == [(1, "published"), (2, "published")]
-    assert not [name for name in listing(path) if "/.partial" in name or "/.removed" in name]
-
-
-@pytest.mark.parametrize(
-    "kill_where",
-    [
-        (Publisher, "_write", False, 1),  # version 0 has its name, nothing points to it
-        (ReplayBuffer, "claim", False, 1),
-        (RoundTrainer, "train", False, 2),
-        (training_state, "sync_tree", False, 2),  # a state is complete and has no name
-        (TrainingStateStore, "save", False, 2),  # due to be published
-        (publisher_module, "sync_tree", False, 2),  # version 1 is complete and has no name
-        (Publisher, "_point", True, 2),
-        (Publisher, "_point", False, 2),
-        (ReplayBuffer, "confirm", True, 1),
-        (ReplayBuffer, "confirm", False, 2),
-    ],
-    ids=lambda where: f"{'before' if where[2] else 'after'}-{where[1].strip('_')}-{where[3]}",
-)
-def test_killed_at_any_step_it_goes_on_by_itself(target, traffic, whole, tmp_path, kill_where):
-    make_buffer(tmp_path, few(traffic))
-    with in_fork(train_everything, tmp_path, target, kill_where) as process:
-        process.join(120)
-        assert process.exitcode == -signal.SIGKILL
-    check_after_a_kill(tmp_path)
-    with in_fork(train_everything, tmp_path, target) as process:
-        process.join(120)
-        assert process.exitcode == 0
-    check_same_end(tmp_path, whole)
-
-
-def train_until(tmp_path, target, calls):
-    """Trains, and is killed in the midst of the n-th call of any function, Python's or C's."""
-    left = itertools.count(calls, -1)
-
-    def count(frame, event, argument):
-        if next(left) == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.setprofile(count)
-    train_everything(tmp_path, target)
-
-
-def test_killed_at_random_instants_it_ends_with_the_weights_of_an_uninterrupted_run(target, traffic, whole, tmp_path):
-    make_buffer(tmp_path, few(traffic))
-    rng, kills, calls = random.Random(3), 0, 400_000  # undisturbed it takes 1.7 million
-    while True:
-        with in_fork(train_until, tmp_path, target, rng.randrange(calls)) as process:
-            process.join(120)
-        if process.exitcode == 0:
-            break
-        assert process.exitcode == -signal.SIGKILL
-        kills += 1
-        calls = int(1.5 * calls)
-        check_after_a_kill(tmp_path)
-    assert kills >= 3
-    check_same_end(tmp_path, whole)
-
-
-def listing(path):
-    """Names in the publish directory, states included, while another process makes and removes some."""
-    found = set()
-    for directory, _, files in os.walk(path / "published"):
-        found |= {directory, *(os.path.join(directory, name) for name in files)}
-    return {name for name in found if "/status" not in name}
-
-
 def worse_weights(model, target):
     model.load_state_dict(adapted_drafter(77).state_dict())
 
@@ -445,122 +268,6 @@ def test_a_poisoned_update_is_never_published(
         each.resume()
         assert same(dict(each.model.state_dict()), trained.state_dict())
     assert buffer.open_round() is None
-
-
-def times_trained(buffer):
-    with buffer.database.reading() as db:
-        return dict(db.execute("SELECT id, times_trained FROM trajectories").fetchall())
-
-
-def train_while_hindered(tmp_path, target, hinder, relieve, message):
-    trainer = make(tmp_path, target, tolerance=3.0)
-    trainer.resume()
-    hinder(trainer)
-    runner = threading.Thread(target=trainer.run, kwargs={"max_rounds": 1})
-    runner.start()
-    deadline = time.monotonic() + 100
-    while message not in str(trainer.status.fields.get("error")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    relieve()
-    runner.join(100)
-    assert {entry["outcome"] for entry in trainer.progress.history} == {"published"}
-
-
-def limit_file_sizes(limit=20_000):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-
-
-def after_first(owner, name, action):
-    """Has something happen once a function has returned for the first time, for example the disk be full."""
-    function = getattr(owner, name)
-
-    def hindered(*args, **kwargs):
-        setattr(owner, name, function)
-        result = function(*args, **kwargs)
-        action()
-        return result
-
-    setattr(owner, name, hindered)
-
-
-def take_rights(trainer):
-    def act():
-        if os.geteuid() == 0:
-            os.seteuid(NOBODY)
-        else:
-            for path in (trainer.publisher.directory, trainer.store.directory):
-                path.chmod(0o555)
-
-    after_first(trainer._trainer, "train", act)
-
-
-def give_rights_back(directory):
-    os.seteuid(os.getuid())
-    for path in (directory / "published", directory / "published" / "trainer-state"):
-        path.chmod(0o755)
-
-
-@pytest.mark.parametrize(
-    ("hinder", "message"),
-    [
-        (lambda trainer: limit_file_sizes(), "free some space"),
-        (lambda trainer: after_first(trainer._trainer, "train", limit_file_sizes), "too large"),
-        (lambda trainer: after_first(trainer.store, "save", limit_file_sizes), "Free some space"),
-    ],
-    ids=["claiming", "saving", "publishing"],
-)
-def test_a_disk_that_is_full_for_a_while_costs_time_and_no_round(target, traffic, tmp_path, hinder, message):
-    make_buffer(tmp_path, traffic)
-
-    def relieve():
-        limit_file_sizes(resource.RLIM_INFINITY)
-
-    with in_fork(train_while_hindered, tmp_path, target, hinder, relieve, message) as process:
-        process.join(120)
-        assert process.exitcode == 0
-    # A round that was saved already is published without being counted anew.
-    assert Publisher(tmp_path / "published").numbers() in ([0, 1], [0, 1, 2])
-    assert Counter(times_trained(ReplayBuffer(tmp_path / "buffer")).values())[1] in (4, 8)
-
-
-def test_a_place_that_is_read_only_for_a_while_costs_time_and_no_round(target, traffic):
-    directory = Path(tempfile.mkdtemp())  # pytest's own is closed to whom the trainer becomes
-    try:
-        directory.chmod(0o755)
-        make_buffer(directory, traffic)
-        arguments = (target, take_rights, lambda: give_rights_back(directory), "Permission denied")
-        with in_fork(train_while_hindered, directory, *arguments) as process:
-            process.join(120)
-            assert process.exitcode == 0
-        assert Publisher(directory / "published").latest().version == 1
-    finally:
-        shutil.rmtree(directory)
-
-
-def test_a_damaged_pointer_is_reported_and_waited_for(target, traffic, tmp_path):
-    make_buffer(tmp_path, traffic)
-    trainer = make(tmp_path, target, tolerance=3.0)
-    trainer.run(max_rounds=1)
-    (tmp_path / "published" / "latest.json").write_text("{")
-    runner = threading.Thread(target=trainer.run, kwargs={"max_rounds": 1})
-    runner.start()
-    while "latest.json" not in str(trainer.status.fields.get("error")):
-        time.sleep(0.01)
-    Publisher(tmp_path / "published").rollback(to=1)
-    runner.join(60)
-    assert not runner.is_alive()
-    assert trainer.publisher.pointer().version == 2
-
-
-def test_interrupting_a_full_disk_ends_the_trainer(target, traffic, tmp_path, monkeypatch):
-    make_buffer(tmp_path, traffic)
-    trainer = make(tmp_path, target)
-    trainer.resume()
-    monkeypatch.setattr(trainer.store, "save", lambda *args: (_ for _ in ()).throw(OSError("No space left on device")))
-    trainer.stop()
-    with pytest.raises(InterruptedRoundError):
-        trainer._save(trainer.progress)
 
 
 def test_an_emptied_publish_directory_is_an_error_that_says_so(target, traffic, tmp_path):
