@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .recorder import TrajectoryRecorder
 
 
-__all__ = ["PromptTraffic", "ServedPrompt", "load_served_drafter", "run_inference"]
+__all__ = ["PromptTraffic", "ServedPrompt", "load_served_drafter", "run_inference", "starting_position"]
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +119,23 @@ def run_inference(settings: InferenceSettings) -> None:
         _Inference(settings, process).run()
 
 
+def starting_position(before: Mapping[str, Any], settings: InferenceSettings) -> int:
+    """
+    The prompt to begin with: that at which a killed process, or an earlier run with the same prompts, was.
+
+    Args:
+        before (`Mapping[str, Any]`):
+            Status of the process before; may be empty.
+        settings (`InferenceSettings`):
+            Settings of this one.
+    """
+    position = before.get("position", 0)
+    if before.get("run_id") == settings.run_id:
+        return position
+    is_through = settings.is_once and position >= len(settings.prompts)
+    return position if before.get("prompts_id") == settings.prompts_id and not is_through else 0
+
+
 class _Inference:
     def __init__(self, settings: InferenceSettings, process: SideProcess) -> None:
         self._settings, self._process = settings, process
@@ -137,9 +154,10 @@ class _Inference:
 
         settings, side = self._settings, self._settings.side
         before = read_status(side.publish_dir, STATUS_NAME)
-        position = before.get("position", 0) if before.get("run_id") == settings.run_id else 0
+        position = starting_position(before, settings)
         self._status = StatusFile(side.publish_dir, STATUS_NAME)
-        self._status.update(phase="loading", error="", run_id=settings.run_id, position=position)
+        identity = {"run_id": settings.run_id, "prompts_id": settings.prompts_id}
+        self._status.update(phase="loading", error="", position=position, **identity)
         target, tokenizer, drafter, version = self._load()
         traffic = PromptTraffic(self._encode(tokenizer), is_once=settings.is_once, position=position)
         engine = AdaFlashEngine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,6 +84,11 @@ class InferenceSettings:
             raise InvalidInputError("`prompts` is empty; give what to answer.")
         if self.temperature < 0:
             raise InvalidInputError(f"`temperature` is {self.temperature}; it must not be negative.")
+
+    @property
+    def prompts_id(self) -> str:
+        """A name that other prompts, or another order of them, would not have."""
+        return hashlib.blake2b(repr(self.prompts).encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)

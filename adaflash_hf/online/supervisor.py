@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -233,3 +234,8 @@ def check_places(buffer: Path, publish_dir: Path) -> None:
     if not buffer.parent.is_dir():
         raise InvalidInputError(f"`--buffer` is {str(buffer)!r}, whose directory is not there; make it first.")
     Publisher(publish_dir)
+    for name, place in (("--buffer", buffer.parent), ("--publish-dir", publish_dir)):
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise InvalidInputError(
+                f"`{name}` is in {str(place)!r}, which cannot be written to; make it writable, or give another place."
+            )

@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tiny_models import tiny_target
 from tiny_online_run import NUM_PROMPTS, VOCAB_SIZE, inference_settings, save_models, side_settings
 
 from adaflash_hf.errors import InvalidInputError
-from adaflash_hf.online.inference_process import PromptTraffic, load_served_drafter, run_inference
+from adaflash_hf.online.inference_process import PromptTraffic, load_served_drafter, run_inference, starting_position
 from adaflash_hf.online.published_versions import PublishedVersions
 from adaflash_hf.online.publisher import Publisher
 from adaflash_hf.online.replay_buffer import ReplayBuffer
@@ -46,6 +47,21 @@ def test_the_position_is_the_first_prompt_that_is_not_answered():
     assert traffic.position == 2
     traffic.finish(served[2].number)
     assert traffic.position == 3
+
+
+def test_it_begins_where_the_one_before_was(models, tmp_path):
+    settings = inference_settings(models, tmp_path)
+    same = {"prompts_id": settings.prompts_id}
+    assert starting_position({}, settings) == 0
+    assert starting_position({"run_id": "run", "position": 5}, settings) == 5
+    assert starting_position({"run_id": "an earlier one", "position": 5, **same}, settings) == 5
+    assert starting_position({"run_id": "an earlier one", "position": 5, "prompts_id": "others"}, settings) == 0
+    # Once more, if the earlier run was through; but a process that takes a dead one's place has nothing left to do.
+    assert starting_position({"run_id": "an earlier one", "position": NUM_PROMPTS, **same}, settings) == 0
+    assert starting_position({"run_id": "run", "position": NUM_PROMPTS, **same}, settings) == NUM_PROMPTS
+    looped = replace(settings, is_once=False)
+    assert starting_position({"run_id": "an earlier one", "position": 100, **same}, looped) == 100
+    assert replace(settings, prompts=settings.prompts[::-1]).prompts_id != settings.prompts_id
 
 
 def test_all_prompts_are_answered_as_the_target_would_and_recorded(models, tmp_path):
