@@ -11,6 +11,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers
 import yaml
@@ -21,6 +22,8 @@ from tiny_models import tiny_target
 from adaflash_hf import cli, embedded_target
 from adaflash_hf.commands.options import DraftProposal, LengthPolicy
 from adaflash_hf.embedded_target import LoadedTarget
+from adaflash_hf.generation import cost_aware_policy
+from adaflash_hf.generation.cost_table import CostTable
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -122,6 +125,10 @@ def tiny_everything(monkeypatch, tmp_path):
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", always(adapted_drafter(vocab_size=VOCABULARY)))
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", always(target))
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", always(tokenizer))
+    # Measuring the costs of tiny models takes longer than everything that is shown with them.
+    rows = np.array([[1.0, 1.2, 1.5], [1.1, 1.4, 1.8], [1.2, 1.6, 2.5]])
+    table = CostTable((1, 8, 64), (1, 2, 4), rows, np.array([0.2, 0.3, 0.5]))
+    monkeypatch.setattr(cost_aware_policy, "calibrated_table", lambda *args, **kwargs: table)
     monkeypatch.setenv("ADAFLASH_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
 
