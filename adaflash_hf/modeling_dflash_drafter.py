@@ -353,8 +353,8 @@ class DFlashDrafterModel(DFlashDrafterPreTrainedModel):
             first = 0 if cache is None else cache.get_seq_length()
             position_ids = (torch.arange(new_keys, device=noise_embeds.device) + first)[None]
         masks = self._layer_masks(noise_embeds, new_keys, attention_mask, cache)
-        cos_sin = self.rotary_emb(noise_embeds, position_ids)
-        rotations = rotation(*cos_sin, noise_embeds.shape[1]), rotation(*cos_sin, new_keys)  # of queries, of keys
+        cos, sin = self.rotary_emb(noise_embeds, position_ids)
+        rotations = rotation(cos, sin, noise_embeds.shape[1]), rotation(cos, sin, new_keys)  # of queries, of keys
 
         # Each layer knows its own causality; a value from the caller must not override it inside the attention.
         kwargs.pop("is_causal", None)

@@ -17,6 +17,7 @@ from adaflash_hf.evaluation.bench import BenchReport, BenchSettings, run_bench
 from adaflash_hf.evaluation.bench_methods import BenchMethod, BenchModels
 from adaflash_hf.evaluation.bench_results import MethodRun
 from adaflash_hf.evaluation.workloads import Workload
+from adaflash_hf.generation.prepacking import prepack_linear_layers
 from adaflash_hf.training.prompts import Prompt
 
 
@@ -166,4 +167,8 @@ def test_doubts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ["load average is 99.0" in warning for warning in warnings] == [True]
     monkeypatch.setattr(bench.os, "getloadavg", lambda: (0.0, 0, 0))
     monkeypatch.setattr(bench, "default_dtype", lambda device: torch.float32)
-    assert ["emulates" in text for text in bench._doubts(byte_target().to(torch.bfloat16))] == [True]
+    emulated = byte_target().to(torch.bfloat16)
+    assert ["emulates" in text for text in bench._doubts(emulated)] == [True]
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
+    is_prepacked = prepack_linear_layers(emulated) > 0
+    assert bool(list(bench._doubts(emulated))) is not is_prepacked
