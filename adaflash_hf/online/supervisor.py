@@ -225,14 +225,18 @@ def check_places(buffer: Path, publish_dir: Path) -> None:
 
     Args:
         buffer (`Path`):
-            File of the replay buffer.
+            File of the replay buffer; its directory is made if it is not there.
         publish_dir (`Path`):
             Directory of published versions; made if it is not there.
     """
     from .publisher import Publisher
 
-    if not buffer.parent.is_dir():
-        raise InvalidInputError(f"`--buffer` is {str(buffer)!r}, whose directory is not there; make it first.")
+    try:
+        buffer.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInputError(
+            f"`--buffer` is {str(buffer)!r}, whose directory cannot be made ({error}); give another place."
+        ) from error
     Publisher(publish_dir)
     for name, place in (("--buffer", buffer.parent), ("--publish-dir", publish_dir)):
         if not os.access(place, os.W_OK | os.X_OK):

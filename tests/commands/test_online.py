@@ -49,7 +49,7 @@ def test_help(command, capsys):
         (["--prompts", "PROMPTS", "--attach"], "exclude each other"),
         (["--prompts", "PROMPTS", "--objective", "magic"], "`objective` is 'magic'"),
         (["--prompts", "PROMPTS", "--min-held-out", "99"], "`min_held_out` is 99"),
-        (["--prompts", "PROMPTS", "--buffer", "none/buffer"], "make it first"),
+        (["--prompts", "PROMPTS", "--buffer", "/dev/null/buffer"], "cannot be made"),
         (["--attach"], "no drafter was given"),
     ],
 )

@@ -108,9 +108,11 @@ def die(settings):
 
 def test_places_that_cannot_be_written_to_are_refused_at_once(tmp_path):
     check_places(tmp_path / "buffer", tmp_path / "published")
-    with pytest.raises(InvalidInputError, match="make it first"):
-        check_places(tmp_path / "none" / "buffer", tmp_path / "published")
+    check_places(tmp_path / "new" / "buffer", tmp_path / "published")
+    assert (tmp_path / "new").is_dir()
     (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidInputError, match="cannot be made"):
+        check_places(tmp_path / "file" / "buffer", tmp_path / "published")
     with pytest.raises(PublishedVersionError):
         check_places(tmp_path / "buffer", tmp_path / "file")
 
