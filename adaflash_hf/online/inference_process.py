@@ -156,8 +156,8 @@ class _Inference:
         before = read_status(side.publish_dir, STATUS_NAME)
         position = starting_position(before, settings)
         self._status = StatusFile(side.publish_dir, STATUS_NAME)
-        identity = {"run_id": settings.run_id, "prompts_id": settings.prompts_id}
-        self._status.update(phase="loading", error="", position=position, **identity)
+        self._status.fields |= {"run_id": settings.run_id, "prompts_id": settings.prompts_id, "position": position}
+        self._status.update(phase="loading", error="")
         target, tokenizer, drafter, version = self._load()
         traffic = PromptTraffic(self._encode(tokenizer), is_once=settings.is_once, position=position)
         engine = AdaFlashEngine(
