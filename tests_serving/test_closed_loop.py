@@ -160,7 +160,13 @@ def test_ten_updates_with_rising_acceptance(tmp_path: Path) -> None:
     path = tmp_path / "buffer"
     ReplayBuffer(path, BufferSettings(held_out_share=0.25)).close()
     arguments = OnlineTrainingArguments(
-        round_size=10, epochs=2, learning_rate=3e-3, min_held_out=2, held_out=16, tolerance=1.0
+        round_size=10,
+        epochs=6,
+        gradient_accumulation_steps=1,
+        learning_rate=1e-2,
+        min_held_out=2,
+        held_out=16,
+        tolerance=1.0,
     )
     publisher = Publisher(tmp_path / "published", keep_versions=20)
     trainer = OnlineTrainer(drafter, target, ReplayBuffer(path), publisher, arguments, poll_s=0.05)
