@@ -28,6 +28,7 @@ __all__ = [
     "check_cache_can_roll_back",
     "has_linear_attention",
     "remove_slots",
+    "remove_slots_beyond",
     "restore_recurrent",
     "rows_by_shift",
     "select_cache_rows",
@@ -185,14 +186,29 @@ def remove_slots(cache: Cache, count: int) -> None:
         count (`int`): Slots to remove.
     """
     for layer in cache.layers:
-        if not getattr(layer, "is_initialized", True):
-            continue
-        if not isinstance(layer, LinearAttentionCacheLayerMixin):
-            layer.crop(-count)
-        elif isinstance(layer, DynamicSlidingWindowLayer):
-            DynamicSlidingWindowLayer.crop(layer, -count)
-        elif isinstance(layer, DynamicLayer):
-            DynamicLayer.crop(layer, -count)
+        if getattr(layer, "is_initialized", True):
+            _crop_layer(layer, count)
+
+
+def _crop_layer(layer: Any, count: int) -> None:
+    if not isinstance(layer, LinearAttentionCacheLayerMixin):
+        layer.crop(-count)
+    elif isinstance(layer, DynamicSlidingWindowLayer):
+        DynamicSlidingWindowLayer.crop(layer, -count)
+    elif isinstance(layer, DynamicLayer):
+        DynamicLayer.crop(layer, -count)
+
+
+def remove_slots_beyond(cache: Cache, length: int) -> None:
+    """As [`remove_slots`], for a forward that was broken off: some layers have its rows and others do not.
+
+    Args:
+        cache (`Cache`): The target's cache.
+        length (`int`): Slots to keep, in every attention layer.
+    """
+    for layer in cache.layers:
+        if getattr(layer, "is_initialized", True) and isinstance(layer, CacheLayerMixin):
+            _crop_layer(layer, max(int(layer.get_seq_length()) - length, 0))
 
 
 def rows_by_shift(shifts: list[int]) -> dict[int, list[int]]:

@@ -165,6 +165,23 @@ class AdaFlashDecoding:
         runner = TargetRunner(
             self.model, model_kwargs, cache, hidden_state_ids, self.outputs.wants_attentions, self.recorder
         )
+        try:
+            self._run_rounds(rows, input_ids, model_kwargs, runner, generator)
+        except BaseException:
+            runner.abandon()
+            raise
+        runner.close()
+        if self._keeps_rows:
+            _CONTEXTS[key] = (weakref.ref(generator.base_drafter), generator.context)
+
+    def _run_rounds(
+        self,
+        rows: list[int],
+        input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any],
+        runner: TargetRunner,
+        generator: AdaFlashCandidateGenerator,
+    ) -> None:
         batch = _RaggedBatch(rows, self._prefill(runner, generator, rows, input_ids, model_kwargs))
         finished = self._start(batch)
         self._round_end_s = time.perf_counter()
@@ -181,9 +198,6 @@ class AdaFlashDecoding:
                 self.model(input_ids=self._sequences.last_ids(rows[:1])[:, None], use_cache=False)
             if any(finished) and not all(finished) and not self._keeps_rows:
                 finished = self._drop_finished(runner, generator, batch, finished)
-        runner.close()
-        if self._keeps_rows:
-            _CONTEXTS[key] = (weakref.ref(generator.base_drafter), generator.context)
 
     def _prefill(
         self,

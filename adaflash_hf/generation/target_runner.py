@@ -16,6 +16,7 @@ from .cache_rollback import (
     RecurrentSnapshot,
     has_linear_attention,
     remove_slots,
+    remove_slots_beyond,
     restore_recurrent,
     rows_by_shift,
     select_cache_rows,
@@ -247,6 +248,7 @@ class TargetRunner:
             self._realign(kept, length)
         self._cached = [cached + count for cached, count in zip(self._cached, kept, strict=True)]
         self._advance(kept)
+        self._block = None
 
     def _advance(self, kept: list[int]) -> None:
         if self._next_position is not None:
@@ -310,6 +312,14 @@ class TargetRunner:
             if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == batch_size:
                 self._step_kwargs[name] = value[index.to(value.device)]
         return True
+
+    def abandon(self) -> None:
+        """Takes an uncommitted block back out: after an interruption the cache of one sequence holds only tokens that
+        stand, as in plain decoding. Of several sequences nobody could say which slots belong to what."""
+        if self._block is not None and len(self._cached) == 1:
+            remove_slots_beyond(self.cache, self._cached[0])
+            restore_recurrent(self._snapshots)
+        self.close()
 
     def close(self) -> None:
         """Leaves the cache as plain decoding would: sliding-window layers keep their window only."""

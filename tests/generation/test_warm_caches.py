@@ -10,6 +10,7 @@ from oracle_drafter import OracleDrafter
 from plain_comparison import BATCHES, CACHE_NAME, Inputs, generate, oracle_for, prompt, ragged_batch, shared_target
 from tiny_models import tiny_drafter
 from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.generation.streamers import BaseStreamer
 
 from adaflash_hf import InvalidInputError
 
@@ -188,3 +189,38 @@ class TestCachesOfTheUser:
         target = shared_target("qwen3_next")
         _, cache = cache_after(target, ragged_batch((4, 6)), max_new_tokens=3, assistant_model=tiny_drafter(target))
         assert cache is None
+
+
+class Interrupted(BaseStreamer):
+    """Ctrl-C at the seventh token; plain decoding streams the prompt first."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        if len(value.flatten()) == 1:
+            self.tokens.extend(value.tolist())
+        if len(self.tokens) == 7:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        raise AssertionError("generation was not interrupted")
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_next"])
+def test_an_interrupted_call_leaves_a_cache_to_go_on_with(architecture: str) -> None:
+    """It holds nothing but tokens that were streamed, whatever else was being verified."""
+    target = shared_target(architecture)
+    expected = generate(target, prompt(), max_new_tokens=20)
+    drafter = oracle_for(target, prompt(), expected, wrong_every=3)
+    cache, streamer = DynamicCache(config=target.config), Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        generate(
+            target, prompt(), max_new_tokens=20, assistant_model=drafter, streamer=streamer, **{CACHE_NAME: cache}
+        )
+    known = torch.cat([prompt(), torch.tensor([streamer.tokens])], dim=1)
+    assert torch.equal(known, expected[:, : known.shape[1]])
+    assert prompt().shape[1] <= cache.get_seq_length() < known.shape[1]
+    assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
+    answer = generate(target, known, max_new_tokens=20 - len(streamer.tokens), **{CACHE_NAME: cache})
+    assert torch.equal(answer, expected)
