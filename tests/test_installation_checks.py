@@ -48,7 +48,9 @@ def test_missing_extras_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(installation_checks.metadata, "version", version)
     check = named(list(installation_checks._extras()), "extra train")
-    assert check == Check("extra train", Outcome.NOTE, "without datasets, tensorboard", "pip install 'adaflash-hf[train]'")
+    assert check == Check(
+        "extra train", Outcome.NOTE, "without datasets, tensorboard", "pip install 'adaflash-hf[train]'"
+    )
 
 
 def test_routing_that_was_taken_off_is_a_problem() -> None:
