@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from tiny_models import tiny_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from adaflash_hf import embedded_target
+from adaflash_hf.embedded_target import LoadedTarget
 from adaflash_hf.generation.statistics import GenerationStats
 
 
@@ -33,6 +36,17 @@ def byte_tokenizer(*, chat: bool = True) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def byte_target() -> PreTrainedModel:
+    """A tiny target for the ids of [`byte_tokenizer`]."""
+    return tiny_target("llama", vocab_size=len(SPECIAL_TOKENS) + 256)
+
+
+def load_byte_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes every command load that target, whatever it is asked for, and print to a wide terminal."""
+    monkeypatch.setattr(embedded_target, "load_target", lambda *a, **k: LoadedTarget(byte_target(), byte_tokenizer()))
+    monkeypatch.setenv("COLUMNS", "160")
+
+
 class StandInDrafter:
     """Holds statistics as a drafter does, and the mistake that the stand-in target shall make with it."""
 
@@ -45,7 +59,7 @@ class StandInTarget:
     """A tiny target whose `generate()` takes a `StandInDrafter`: plain decoding with one token changed on request."""
 
     def __init__(self) -> None:
-        self.model = tiny_target("llama", vocab_size=len(SPECIAL_TOKENS) + 256)
+        self.model = byte_target()
         self.calls: list[dict[str, Any]] = []
 
     def __getattr__(self, name: str) -> Any:

@@ -8,9 +8,8 @@ import pytest
 import torch
 from hub_server import running_hub
 from safetensors.torch import load_file
-from stand_ins import SPECIAL_TOKENS, byte_tokenizer
+from stand_ins import byte_target, byte_tokenizer, load_byte_target
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_models import tiny_target
 from tiny_trajectories import make_trajectories, run_until_killed
 
 from adaflash_hf import ConfidenceHeadModel, DFlashDrafterModel, embedded_target
@@ -21,20 +20,15 @@ from adaflash_hf.training import presets
 from adaflash_hf.training.presets import DrafterPreset
 
 
-def make_target():
-    return tiny_target("llama", vocab_size=len(SPECIAL_TOKENS) + 256)
-
-
 @pytest.fixture(autouse=True)
 def tiny_targets(monkeypatch):
-    monkeypatch.setattr(embedded_target, "load_target", lambda *a, **k: LoadedTarget(make_target(), byte_tokenizer()))
-    monkeypatch.setenv("COLUMNS", "160")
+    load_byte_target(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("trajectories")
-    return make_trajectories(path, make_target(), teacher_top_k=4, capture_layer_ids=(2,))
+    return make_trajectories(path, byte_target(), teacher_top_k=4, capture_layer_ids=(2,))
 
 
 def run(directory, out, *extra):
@@ -121,7 +115,7 @@ def test_a_killed_run_resumes_to_the_same_drafter(directory, tmp_path, capsys, m
 
 
 def test_features_can_be_cached_for_trajectories_without(tmp_path, capsys):
-    directory = make_trajectories(tmp_path / "t", make_target())
+    directory = make_trajectories(tmp_path / "t", byte_target())
     arguments = ("--features", "cache", "--length-head", "none", "--held-out", 0, "--steps", 2)
     assert run(directory, tmp_path / "out", *arguments) == 0
     assert "target features: cache" in capsys.readouterr().out
@@ -170,7 +164,7 @@ def test_a_preset_gives_target_and_shape(directory, tmp_path, monkeypatch, capsy
 
     def load_target(name, *args, **kwargs):
         targets.append(name)
-        return LoadedTarget(make_target(), byte_tokenizer())
+        return LoadedTarget(byte_target(), byte_tokenizer())
 
     monkeypatch.setattr(embedded_target, "load_target", load_target)
     common = ["train", "--trajectories", str(directory), "--steps", "2", "--held-out", "3", "--preset", "tiny"]

@@ -4,32 +4,25 @@ import json
 
 import pytest
 import torch
-from stand_ins import SPECIAL_TOKENS, byte_tokenizer
-from tiny_models import tiny_target
+from stand_ins import byte_target, load_byte_target
 from tiny_trajectories import make_trajectories
 
-from adaflash_hf import DFlashDrafterModel, embedded_target
+from adaflash_hf import DFlashDrafterModel
 from adaflash_hf.cli import main
 from adaflash_hf.commands.train_lora import LoraOptions, lora_options
-from adaflash_hf.embedded_target import LoadedTarget
 from adaflash_hf.errors import InvalidInputError
 from adaflash_hf.training.lora import LORA_TARGET_MODULES, is_adapted, load_lora, merge_lora
 
 
-def make_target():
-    return tiny_target("llama", vocab_size=len(SPECIAL_TOKENS) + 256)
-
-
 @pytest.fixture(autouse=True)
 def tiny_targets(monkeypatch):
-    monkeypatch.setattr(embedded_target, "load_target", lambda *a, **k: LoadedTarget(make_target(), byte_tokenizer()))
-    monkeypatch.setenv("COLUMNS", "160")
+    load_byte_target(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("trajectories")
-    return make_trajectories(path, make_target(), teacher_top_k=4, capture_layer_ids=(2,))
+    return make_trajectories(path, byte_target(), teacher_top_k=4, capture_layer_ids=(2,))
 
 
 def run(directory, out, *extra):
@@ -56,7 +49,7 @@ def test_an_adapter_is_trained_saved_loaded_and_merged(directory, tmp_path, monk
     for name, tensor in merge_lora(adapted).state_dict().items():
         assert torch.equal(merged.state_dict()[name], tensor.to(torch.bfloat16))
 
-    target = make_target()
+    target = byte_target()
     prompts = torch.tensor([[40, 41, 42, 43], [44, 45, 46, 47]])
     plain = target.generate(prompts, do_sample=False, max_new_tokens=12)
     for drafter in (adapted, merge_lora(adapted), merged.float()):

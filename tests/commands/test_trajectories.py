@@ -4,26 +4,19 @@ import json
 
 import datasets
 import pytest
-from stand_ins import SPECIAL_TOKENS, byte_tokenizer
-from tiny_models import tiny_drafter, tiny_target
+from stand_ins import byte_target, load_byte_target
+from tiny_models import tiny_drafter
 
-from adaflash_hf import embedded_target
 from adaflash_hf.cli import main
 from adaflash_hf.commands.trajectories import interleave, parse_layer_ids
-from adaflash_hf.embedded_target import LoadedTarget
 from adaflash_hf.errors import InvalidInputError
 from adaflash_hf.training.trajectories import read_settings
 from adaflash_hf.training.trajectory_dataset import TrajectoryDataset
 
 
-def make_target():
-    return tiny_target("llama", vocab_size=len(SPECIAL_TOKENS) + 256)
-
-
 @pytest.fixture(autouse=True)
 def tiny_targets(monkeypatch):
-    monkeypatch.setattr(embedded_target, "load_target", lambda *a, **k: LoadedTarget(make_target(), byte_tokenizer()))
-    monkeypatch.setenv("COLUMNS", "160")
+    load_byte_target(monkeypatch)
 
 
 @pytest.fixture
@@ -64,7 +57,7 @@ def test_limit_domain_and_sampling(tmp_path, prompt_files):
 
 def test_datasets_beside_files_and_a_drafter(tmp_path, prompt_files, capsys):
     datasets.Dataset.from_dict({"asked": [f"Why {i}?" for i in range(4)] + [""]}).save_to_disk(tmp_path / "why")
-    tiny_drafter(make_target()).save_pretrained(tmp_path / "drafter")
+    tiny_drafter(byte_target()).save_pretrained(tmp_path / "drafter")
     arguments = ("--dataset", tmp_path / "why", "--column", "asked", "--domain", "a", "--domain", "b", "--domain", "c")
     assert run(tmp_path / "plain", prompt_files, *arguments) == 0
     shown = capsys.readouterr().out
