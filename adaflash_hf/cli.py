@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -51,6 +52,9 @@ app.add_typer(ablate, name="ablate")
 app.add_typer(online, name="online")
 app.add_typer(serve, name="serve")
 
+# What a disk may say in the middle of any command. Nothing in a traceback would help against it.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
@@ -61,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             Arguments without the program name; those of the process by default.
 
     Returns:
-        `int`: the exit code; 2 for wrong usage and for every [`AdaFlashError`], which is printed as one line.
+        `int`: the exit code; 2 for wrong usage, and for every [`AdaFlashError`] and full or read-only disk, which are
+        told in one line.
     """
     try:
         app(args=list(argv) if argv is not None else sys.argv[1:], prog_name="adaflash")
@@ -69,6 +74,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except AdaFlashError as error:
         typer.echo(f"adaflash: error: {error}", err=True)
+        return 2
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        typer.echo(
+            f"adaflash: error: {error.strerror}{where}. Make room or give the right to write, or pass another place.",
+            err=True,
+        )
         return 2
     return 0
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import subprocess
 import sys
@@ -49,6 +50,16 @@ def test_errors_of_the_package_are_one_line(monkeypatch, capsys):
     monkeypatch.setattr(cli, "app", fail)
     assert cli.main([]) == 2
     assert capsys.readouterr().err == "adaflash: error: `fc.weight` is missing\n"
+
+
+def test_a_full_disk_is_one_line(monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device", "/out/model.safetensors")
+
+    monkeypatch.setattr(cli, "app", fail)
+    assert cli.main([]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("adaflash: error: No space left on device (/out/model.safetensors). Make room")
 
 
 def test_other_errors_keep_their_traceback(monkeypatch):

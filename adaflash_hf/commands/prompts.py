@@ -44,7 +44,7 @@ def prompts(
 
     from ..embedded_target import load_target
     from ..generation.prepacking import prepack_linear_layers
-    from ..training.prompt_synthesis import SynthesisSettings
+    from ..training.prompt_synthesis import SynthesisSettings, check_prompts_can_be_added
 
     settings = SynthesisSettings(
         count=count,
@@ -55,6 +55,7 @@ def prompts(
         batch_size=batch_size,
         seed=seed,
     )
+    check_prompts_can_be_added(out)
     console = Console()
     target_model, tokenizer = load_target(
         target, dtype.value, device=device, on_progress=lambda text: console.print(f"{text} ...", highlight=False)

@@ -7,6 +7,7 @@ drafter trained on answers to these needs no data set. Only targets with a chat 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-__all__ = ["SynthesisReport", "SynthesisSettings", "UserTurn", "find_user_turn", "synthesize_prompts"]
+__all__ = [
+    "SynthesisReport",
+    "SynthesisSettings",
+    "UserTurn",
+    "check_prompts_can_be_added",
+    "find_user_turn",
+    "synthesize_prompts",
+]
 
 MINIMUM_CHARACTERS = 15
 _MARKER = "ADAFLASHUSERTURN"
@@ -60,9 +68,9 @@ class SynthesisSettings:
         for name in ("count", "batch_size"):
             if getattr(self, name) < 1:
                 raise InvalidInputError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
-        if self.temperature <= 0:
+        if not 0 < self.temperature < math.inf:
             raise InvalidInputError(
-                f"`temperature` is {self.temperature}; it must be above 0, because greedy decoding would write the "
+                f"`temperature` is {self.temperature}; it must be a number above 0: greedy decoding would write the "
                 "same prompt again and again."
             )
         if not self.domain or not self.prefixes:
@@ -163,6 +171,7 @@ def synthesize_prompts(
         InvalidInputError: the target has no chat template, never ends a turn, or writes nothing new.
     """
     path = Path(path)
+    check_prompts_can_be_added(path)
     turn = find_user_turn(target_model, tokenizer)
     # A space at the end belongs to the next token; given as a token of its own, it would be followed by odd words.
     texts = [turn.beginning + (prefix.rstrip(" ") or prefix) for prefix in settings.prefixes]
@@ -260,6 +269,25 @@ def _read_own_file(path: Path, domain: str, seen: set[str]) -> int:
         with path.open("r+b") as file:
             file.truncate(len(whole))
     return held
+
+
+def check_prompts_can_be_added(path: Path) -> None:
+    """
+    Refuses a place where no file can be written, before anything slow begins; makes the file if it is not there.
+
+    Args:
+        path (`Path`): File to which prompts shall be added.
+
+    Raises:
+        InvalidInputError: it cannot be opened for writing.
+    """
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise InvalidInputError(
+            f"`out` is '{path}', which cannot be written ({error.strerror}). Pass a file in a directory that exists "
+            "and can be written to."
+        ) from error
 
 
 def _append(path: Path, prompts: Sequence[str], domain: str) -> None:

@@ -49,6 +49,12 @@ def test_wrong_usage_is_one_line(tmp_path, capsys, arguments, message):
     assert message in error and "Traceback" not in error
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_the_target_is_loaded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(embedded_target, "load_target", None)
+    assert run(tmp_path / "absent" / "p.jsonl", "--count", 1) == 2
+    assert "which cannot be written" in capsys.readouterr().err
+
+
 def test_help(capsys):
     assert main(["prompts", "--help"]) == 0
     shown = capsys.readouterr().out

@@ -143,7 +143,14 @@ def test_targets_that_cannot_are_told_apart(monkeypatch, tmp_path):
 
 
 def test_bad_input_is_refused(tmp_path):
-    for fields in ({"count": 0}, {"temperature": 0.0}, {"batch_size": 0}, {"domain": ""}, {"prefixes": ()}):
+    for fields in (
+        {"count": 0},
+        {"temperature": 0.0},
+        {"temperature": float("nan")},
+        {"batch_size": 0},
+        {"domain": ""},
+        {"prefixes": ()},
+    ):
         with pytest.raises(InvalidInputError, match=next(iter(fields))):
             SynthesisSettings(**{"count": 1, "domain": "chat", **fields})
     path = tmp_path / "other.jsonl"
