@@ -61,6 +61,16 @@ def test_loading_arguments_reach_transformers(tmp_path: Path) -> None:
         assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
+@pytest.mark.parametrize("load", [DFlashDrafterModel.from_pretrained, AutoModel.from_pretrained])
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("auto", torch.bfloat16), ("float16", torch.float16), (torch.float32, torch.float32), (None, torch.bfloat16)],
+)
+def test_dtypes_are_named_as_in_transformers(load: Callable, dtype: Any, expected: Any, tmp_path: Path) -> None:
+    tiny_drafter().to(torch.bfloat16).save_pretrained(tmp_path)
+    assert load(tmp_path, **({} if dtype is None else {"dtype": dtype})).dtype == expected
+
+
 def test_a_given_configuration_or_state_dict_is_used(tmp_path: Path) -> None:
     original = tiny_drafter()
     original.save_pretrained(tmp_path)
