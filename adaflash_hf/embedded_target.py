@@ -92,7 +92,7 @@ def load_target(
         InvalidInputError: `name_or_path` cannot be loaded, or `dtype` is unknown.
     """
     report = on_progress if on_progress is not None else _ignore_progress
-    torch_device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    torch_device = _resolve_device(device)
     torch_dtype = _resolve_dtype(dtype, torch_device)
     if os.fspath(name_or_path) == EMBEDDED_TARGET_NAME:
         loaded = _load_embedded(torch_dtype, report)
@@ -149,6 +149,21 @@ def target_cache_directory() -> Path:
 
 def _ignore_progress(message: str) -> None:
     del message
+
+
+def _resolve_device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+        torch.empty(1, device=resolved)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        # A build without the device's backend says so by an assertion; the last lines are for developers of torch.
+        raise InvalidInputError(
+            f"`device` is {str(device)!r}, which cannot be used here ({str(error).splitlines()[0]}). Pass one that "
+            "this machine and this build of torch have, such as 'cpu', or none to have it chosen."
+        ) from error
+    return resolved
 
 
 def _resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:

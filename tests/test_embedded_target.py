@@ -86,6 +86,12 @@ def test_cuda_dtype(bf16, expected, monkeypatch):
     assert default_dtype("cuda") is expected
 
 
+@pytest.mark.parametrize("device", ["foo", "cuda:77"])
+def test_devices_that_are_not_there_are_refused(device):
+    with pytest.raises(InvalidInputError, match=f"`device` is '{device}', which cannot be used here"):
+        load_target(device=device)
+
+
 def test_unknown_dtype_is_refused():
     with pytest.raises(InvalidInputError, match="`dtype` is 'int8'.*'float32'"):
         load_target(dtype="int8")

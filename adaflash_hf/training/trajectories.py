@@ -291,7 +291,12 @@ def _record_of(
 
 def _claim_directory(directory: Path, record: dict[str, Any], provenance: dict[str, Any]) -> None:
     """Create the directory, or check that what it holds was made the same way."""
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInputError(
+            f"`out` is '{directory}', which is no directory and cannot be made one ({error.strerror}). Pass another."
+        ) from error
     path = directory / SETTINGS_FILE
     if path.exists():
         # A setting that an older version did not know had its default.

@@ -110,6 +110,13 @@ def test_other_settings_or_prompts_are_refused(tmp_path):
     assert read_settings(tmp_path)["max_new_tokens"] == 10
 
 
+def test_a_place_that_is_no_directory_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(InvalidInputError, match="cannot be made one"):
+            trajectories._claim_directory(out, {}, {})
+
+
 def test_what_an_older_version_did_not_record_had_its_default(tmp_path):
     target, prompts = tiny_target("llama"), random_prompts(12)
     make_trajectories(tmp_path, target)
