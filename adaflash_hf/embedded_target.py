@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -198,7 +199,7 @@ def _load_embedded(dtype: torch.dtype, report: ProgressCallback) -> LoadedTarget
         with without_progress_bars():
             tokenizer = AutoTokenizer.from_pretrained(directory)
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the second is how safetensors says that the disk is full
         logger.warning(
             "The converted target cannot be kept in `%s` (%s), so every load converts it again; set ADAFLASH_CACHE to "
             "a directory that can be written.",
