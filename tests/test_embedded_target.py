@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from stand_ins import byte_tokenizer
 from tiny_models import tiny_target
 
@@ -219,6 +220,17 @@ def test_without_a_writable_cache_every_load_converts(conversions, cache, caplog
     assert model.name_or_path == EMBEDDED_TARGET_NAME
     assert "ADAFLASH_CACHE" in caplog.text
     assert len(conversions) == 1
+
+
+def test_a_full_disk_is_told_and_the_target_loads_all_the_same(conversions, cache, caplog, monkeypatch):
+    def fail(directory):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(embedded_target, "_write_manifest", fail)
+    model, _ = load_target(dtype="float32", device="cpu")
+    assert model.name_or_path == EMBEDDED_TARGET_NAME
+    assert "No space left on device" in caplog.text
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
 def test_processes_that_start_together_convert_once(tmp_path, cache):
