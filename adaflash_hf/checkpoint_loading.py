@@ -119,7 +119,7 @@ def read_checkpoint(model_class: Any, path: Any, config: Any, kwargs: dict[str, 
     if not isinstance(config, PreTrainedConfig):
         config_source = path if config is None else config
         # The model's dtype: a configuration would keep "auto" as its own.
-        dtypes = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
+        dtypes: dict[str, Any] = {name: kwargs.pop(name) for name in ("dtype", "torch_dtype") if name in kwargs}
         config, kwargs = model_class.config_class.from_pretrained(config_source, return_unused_kwargs=True, **kwargs)
         kwargs = {**kwargs, **dtypes}
     # Loading the configuration used up the Hub arguments, which the weights need as well.
