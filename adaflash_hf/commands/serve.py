@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -200,10 +202,27 @@ def collect(
     tokenizer = None if target is None else _tokenizer_of(target)
     tokens = ResponseTokens(tokenizer, vocab_size=None if tokenizer is None else len(tokenizer))
     limits = None if max_rows is None else BufferSettings(max_rows=max_rows)
-    with TrajectoryRecorder(buffer, limits, max_tokens=max_tokens) as recorder:
+    with TrajectoryRecorder(buffer, limits, max_tokens=max_tokens) as recorder, _sigterm_ends_orderly():
         collector = Collector(settings, recorder, tokens)
         typer.echo(f"adaflash: http://{host}:{port}/v1 passes on to {settings.root} and keeps in {buffer}", err=True)
         serve_collector(collector, host, port, verbose=verbose)
+
+
+@contextmanager
+def _sigterm_ends_orderly() -> Iterator[None]:
+    """
+    uvicorn raises a signal anew once it has shut down; SIGTERM would then end the process before the recorder has
+    written what is left.
+    """
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(0)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _tokenizer_of(target: str) -> PreTrainedTokenizerBase:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MissingDependencyError
 from .bench_results import PLAIN, BenchRow
+from .pictures import matplotlib_figure, save_pictures
 
 
 if TYPE_CHECKING:
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 
 __all__ = ["plot_report"]
-
-_DPI = 130
 
 
 def plot_report(rows: Sequence[BenchRow], path: str | Path) -> list[Path]:
@@ -35,24 +33,13 @@ def plot_report(rows: Sequence[BenchRow], path: str | Path) -> list[Path]:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Plots need matplotlib, which is not installed. Run: pip install 'adaflash-hf[bench]', or pass --no-plots."
-        ) from error
+    figure_class = matplotlib_figure()
     pictures = {
-        "speedup": _draw_speedup(rows, Figure),
-        "tau": _draw_acceptance_length(rows, Figure),
-        "acceptance": _draw_acceptance_by_position(rows, Figure),
+        "speedup": _draw_speedup(rows, figure_class),
+        "tau": _draw_acceptance_length(rows, figure_class),
+        "acceptance": _draw_acceptance_by_position(rows, figure_class),
     }
-    written = []
-    for kind, figure in pictures.items():
-        if figure is not None:
-            file = Path(f"{path}-{kind}.png")
-            figure.savefig(file, dpi=_DPI)
-            written.append(file)
-    return written
+    return save_pictures(pictures, path)
 
 
 def _draw_speedup(rows: Sequence[BenchRow], figure_class: Any) -> Figure | None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MissingDependencyError
 from .domain_shift import REFERENCE, FinishedShiftRun
+from .pictures import matplotlib_figure, save_pictures
 
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_shift"]
 
-_DPI = 130
 
 Value = Callable[[dict[str, Any]], float | None]
 
@@ -42,26 +41,15 @@ def plot_shift(
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Plots need matplotlib, which is not installed. Run: pip install 'adaflash-hf[bench]', or pass --no-plots."
-        ) from error
     if not runs:
         return []
+    figure_class = matplotlib_figure()
     pictures = {
-        "traffic": _draw_traffic(runs, Figure),
-        "held-out": _draw_held_out(runs, references, Figure),
-        "length-head": _draw_length_head(runs, Figure),
+        "traffic": _draw_traffic(runs, figure_class),
+        "held-out": _draw_held_out(runs, references, figure_class),
+        "length-head": _draw_length_head(runs, figure_class),
     }
-    written = []
-    for kind, figure in pictures.items():
-        if figure is not None:
-            file = Path(f"{path}-{kind}.png")
-            figure.savefig(file, dpi=_DPI)
-            written.append(file)
-    return written
+    return save_pictures(pictures, path)
 
 
 def _draw_traffic(runs: Sequence[FinishedShiftRun], figure_class: Any) -> Figure:

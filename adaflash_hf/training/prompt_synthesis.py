@@ -273,7 +273,8 @@ def _read_own_file(path: Path, domain: str, seen: set[str]) -> int:
 
 def check_prompts_can_be_added(path: Path) -> None:
     """
-    Refuses a place where no file can be written, before anything slow begins; makes the file if it is not there.
+    Refuses a place where no file can be written, before anything slow begins; makes file and directory if they are not
+    there.
 
     Args:
         path (`Path`): File to which prompts shall be added.
@@ -282,11 +283,12 @@ def check_prompts_can_be_added(path: Path) -> None:
         InvalidInputError: it cannot be opened for writing.
     """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
     except OSError as error:
         raise InvalidInputError(
-            f"`out` is '{path}', which cannot be written ({error.strerror}). Pass a file in a directory that exists "
-            "and can be written to."
+            f"`out` is '{path}', which cannot be written ({error.strerror}). Pass a file in a directory that can "
+            "be written to."
         ) from error
 
 

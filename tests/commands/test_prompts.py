@@ -51,7 +51,8 @@ def test_wrong_usage_is_one_line(tmp_path, capsys, arguments, message):
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_target_is_loaded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(embedded_target, "load_target", None)
-    assert run(tmp_path / "absent" / "p.jsonl", "--count", 1) == 2
+    (tmp_path / "file").touch()
+    assert run(tmp_path / "file" / "p.jsonl", "--count", 1) == 2
     assert "which cannot be written" in capsys.readouterr().err
 
 

@@ -153,7 +153,7 @@ def test_collect(tmp_path):
                 except httpx.TransportError:
                     time.sleep(0.05)
             process.send_signal(signal.SIGTERM)
-            process.wait(60)
+            assert process.wait(60) == 0
     assert answer.json()["choices"][0]["message"]["content"] == "you said hello"
     # What was under way when it ended is in the buffer.
     assert ReplayBuffer(buffer).depth().appended == 1

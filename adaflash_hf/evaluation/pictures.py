@@ -1,0 +1,56 @@
+"""Pictures of results as PNG files; matplotlib is asked for when the first is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import MissingDependencyError
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+__all__ = ["matplotlib_figure", "save_pictures"]
+
+_DPI = 130
+
+
+def matplotlib_figure() -> type[Figure]:
+    """
+    matplotlib's `Figure`, which draws without a screen.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Plots need matplotlib, which is not installed. Run: pip install 'adaflash-hf[bench]', or pass --no-plots."
+        ) from error
+    return Figure
+
+
+def save_pictures(figures: Mapping[str, Figure | None], path: str | Path) -> list[Path]:
+    """
+    Write figures beside each other.
+
+    Args:
+        figures (`Mapping[str, Figure | None]`):
+            By kind; None where there was nothing to draw.
+        path (`str` or `Path`):
+            Where to, without a suffix; the kind and `.png` are added.
+
+    Returns:
+        `list[Path]`: the files written
+    """
+    written = []
+    for kind, figure in figures.items():
+        if figure is not None:
+            file = Path(f"{path}-{kind}.png")
+            figure.savefig(file, dpi=_DPI)
+            written.append(file)
+    return written
