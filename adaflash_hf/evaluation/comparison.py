@@ -259,6 +259,7 @@ def compare_decoding(
     """
     if repeats < 1:
         raise InvalidInputError(f"`repeats` is {repeats}; it must be at least 1.")
+    models: dict[Side, PreTrainedModel] = {"plain": plain_model or target_model, "adaflash": target_model}
     runs: dict[Side, list[DecodedRun]] = {"plain": [], "adaflash": []}
     order: tuple[Side, Side] = ("plain", "adaflash")
     for repeat in range(repeats):
@@ -268,7 +269,7 @@ def compare_decoding(
                 torch.manual_seed(seed)
             extra = dict(drafting_kwargs or {}) if side == "adaflash" else {}
             run = decode_once(
-                plain_model if side == "plain" and plain_model is not None else target_model,
+                models[side],
                 inputs,
                 drafter=drafter if side == "adaflash" else None,
                 streamer=make_streamer(side) if make_streamer is not None and repeat == 0 else None,
