@@ -108,9 +108,10 @@ class TrajectoryRecorder:
         self._max_tokens, self._flush_interval_s, self._decode_text = max_tokens, flush_interval_s, decode_text
         self._queue: queue.Queue[RequestResult | PendingTrajectory] = queue.Queue(max_queue)
         self._counts = RecorderCounts()
-        self._closing, self._idle = threading.Event(), threading.Event()
+        self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._thread_pid = 0
+        self._starting = threading.Lock()
         self._detach: list[Callable[[], None]] = []
         self._buffer: ReplayBuffer | None = None
         self._logged_s = -_SILENCE_S
@@ -161,13 +162,12 @@ class TrajectoryRecorder:
         """
         counts = self._counts
         counts.received += 1
-        self._idle.clear()
+        if self._thread_pid != os.getpid():
+            self._start_thread()
         try:
             self._queue.put_nowait(result)
         except queue.Full:
             counts.dropped += 1
-        if self._thread_pid != os.getpid():
-            self._start_thread()
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """
@@ -180,9 +180,11 @@ class TrajectoryRecorder:
         Returns:
             `bool`: whether it is.
         """
-        if self._thread_pid != os.getpid():
-            return self._queue.empty()
-        return self._idle.wait(timeout_s)
+        if self._thread_pid != os.getpid():  # nothing was handed over in this process
+            return True
+        waiting = self._queue
+        with waiting.all_tasks_done:
+            return waiting.all_tasks_done.wait_for(lambda: not waiting.unfinished_tasks, timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """
@@ -215,9 +217,14 @@ class TrajectoryRecorder:
 
     def _start_thread(self) -> None:
         """At the first request, and again in a process that was forked: threads do not come along."""
-        self._thread_pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="adaflash-recorder", daemon=True)
-        self._thread.start()
+        with self._starting:
+            if self._thread_pid == os.getpid():
+                return
+            if self._thread_pid:  # what waits is written by the process that was forked
+                self._queue = queue.Queue(self._queue.maxsize)
+            self._thread_pid = os.getpid()
+            self._thread = threading.Thread(target=self._run, name="adaflash-recorder", daemon=True)
+            self._thread.start()
 
     def _run(self) -> None:
         waiting: list[RecordedTrajectory] = []
@@ -225,12 +232,12 @@ class TrajectoryRecorder:
         while not self._closing.is_set():
             waiting += self._take(_BATCH - len(waiting))
             if waiting and self._write(waiting):
+                for _ in waiting:
+                    self._queue.task_done()
                 waiting, pause_s = [], 0.0
             elif waiting:
                 pause_s = min(max(2 * pause_s, 0.1), _LONGEST_PAUSE_S)
                 self._closing.wait(pause_s)
-            if not waiting and self._queue.empty():
-                self._idle.set()
         self._counts.lost += len(waiting) + self._queue.qsize()
 
     def _take(self, count: int) -> list[RecordedTrajectory]:
@@ -243,7 +250,9 @@ class TrajectoryRecorder:
             except queue.Empty:
                 break
             trajectory = self._trajectory_of(result)
-            if trajectory is not None:
+            if trajectory is None:
+                self._queue.task_done()
+            else:
                 taken.append(trajectory)
         return taken
 

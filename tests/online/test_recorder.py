@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
+import time
 
 import pytest
 import torch
@@ -146,6 +148,44 @@ def test_another_target_is_refused_before_serving(tmp_path):
     ReplayBuffer(tmp_path / "buffer", BufferSettings(target="org/one"))
     with pytest.raises(InvalidInputError, match="org/one"):
         TrajectoryRecorder(tmp_path / "buffer", BufferSettings(target="org/two"))
+
+
+def test_flush_waits_for_what_the_thread_has_not_seen_yet(tmp_path, monkeypatch):
+    with TrajectoryRecorder(tmp_path / "buffer", flush_interval_s=0.001) as recorder:
+        recorder.record(result(1))
+        assert recorder.flush()
+        put = recorder._queue.put_nowait
+
+        def put_late(one):
+            time.sleep(0.05)  # the thread looks at the empty queue many times
+            put(one)
+
+        monkeypatch.setattr(recorder._queue, "put_nowait", put_late)
+        for number in range(2, 6):
+            recorder.record(result(number))
+            assert recorder.flush()
+            assert recorder.counts.written == number
+
+
+def test_what_waits_at_a_fork_is_written_once(tmp_path, monkeypatch):
+    path, goes_on = tmp_path / "buffer", threading.Event()
+    with TrajectoryRecorder(path, flush_interval_s=0.01) as recorder:
+        write = recorder._write
+        monkeypatch.setattr(recorder, "_write", lambda waiting: goes_on.wait(30) and write(waiting))
+        for number in range(80):  # more than one batch: some wait in the queue
+            recorder.record(result(number))
+
+        def child():
+            goes_on.set()
+            recorder.record(result(99))
+            assert recorder.flush(30)
+
+        with in_fork(child) as process:
+            process.join(40)
+            assert process.exitcode == 0
+        goes_on.set()
+        assert recorder.flush(30)
+    assert ReplayBuffer(path).depth().rows == 81
 
 
 def test_a_fork_records_too(tmp_path):
