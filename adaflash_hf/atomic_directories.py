@@ -12,7 +12,7 @@ from pathlib import Path
 from .atomic_files import sync_directory, sync_tree
 
 
-__all__ = ["directory_written_aside"]
+__all__ = ["directory_written_aside", "files_written_aside"]
 
 
 @contextmanager
@@ -41,6 +41,34 @@ def directory_written_aside(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     sync_directory(path.parent)
+
+
+@contextmanager
+def files_written_aside(directory: Path) -> Iterator[Path]:
+    """
+    Files for a directory that holds others, too. When the block ends, all of them are on the disk, and each takes the
+    place of what had its name. If the block fails, nothing changes.
+
+    Args:
+        directory (`Path`):
+            Where they belong; made if it is not there.
+
+    Yields:
+        `Path`: Directory to write them into, hidden within `directory`; a killed process leaves it behind, under a
+        name that ends in `.partial`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".", suffix=".partial", dir=directory) as name:
+        partial = Path(name)
+        yield partial
+        sync_tree(partial)
+        for path in sorted(partial.rglob("*")):
+            place = directory / path.relative_to(partial)
+            if path.is_dir():
+                place.mkdir(exist_ok=True)
+            else:
+                os.replace(path, place)
+                sync_directory(place.parent)
 
 
 def _take_name(partial: Path, path: Path) -> None:

@@ -16,7 +16,8 @@ PARTIAL_SUFFIX = ".partial"
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
     """
-    A place to write to; when the block ends, the file is on the disk and takes its name in one step.
+    A place to write to; when the block ends, the file is on the disk and takes its name in one step. If the block
+    fails, what was there stays, and nothing is left of what was written: it may have filled the disk.
 
     Args:
         path (`Path`):
@@ -26,10 +27,14 @@ def written_aside(path: Path) -> Iterator[Path]:
         `Path`: Name to write under; a killed process leaves that one behind.
     """
     partial = path.with_suffix(PARTIAL_SUFFIX)
-    yield partial
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def sync_directory(directory: Path) -> None:

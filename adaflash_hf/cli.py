@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -25,6 +24,7 @@ from .commands.serve import app as serve
 from .commands.train import train
 from .commands.trajectories import trajectories
 from .errors import AdaFlashError
+from .output_places import disk_error, is_disk_trouble
 
 
 __all__ = ["app", "main"]
@@ -52,9 +52,6 @@ app.add_typer(ablate, name="ablate")
 app.add_typer(online, name="online")
 app.add_typer(serve, name="serve")
 
-# What a disk may say in the middle of any command. Nothing in a traceback would help against it.
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
@@ -75,13 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AdaFlashError as error:
         typer.echo(f"adaflash: error: {error}", err=True)
         return 2
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
+    except Exception as error:
+        # In the middle of any command. Nothing in a traceback would help against it.
+        trouble = disk_error(error)
+        if trouble is None or not is_disk_trouble(trouble):
             raise
-        where = f" ({error.filename})" if error.filename else ""
+        reason = f"{trouble.strerror} ({trouble.filename})" if trouble.filename else trouble.strerror
         typer.echo(
-            f"adaflash: error: {error.strerror}{where}. Make room or give the right to write, or pass another place.",
-            err=True,
+            f"adaflash: error: {reason}. Make room or give the right to write, or pass another place.", err=True
         )
         return 2
     return 0

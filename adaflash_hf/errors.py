@@ -23,6 +23,10 @@ class DrafterExportError(AdaFlashError, RuntimeError):
     """A drafter cannot be written: the format or engine cannot hold it, or the place cannot be written to."""
 
 
+class OutputError(AdaFlashError, OSError):
+    """Results cannot be written where they were asked for: full disk, read-only place, something else in the way."""
+
+
 class ServerError(AdaFlashError, RuntimeError):
     """A running inference server cannot be reached, refuses, or has done something else than it was asked for."""
 
@@ -60,6 +64,7 @@ __all__ = [
     "EngineStoppedError",
     "InvalidInputError",
     "MissingDependencyError",
+    "OutputError",
     "PublishedVersionError",
     "ReplayBufferError",
     "ServerError",

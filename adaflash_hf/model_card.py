@@ -13,9 +13,11 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .atomic_files import written_aside
 from .configuration_dflash_drafter import DFlashDrafterConfig
 from .embedded_target import EMBEDDED_TARGET_NAME
 from .errors import InvalidInputError
+from .output_places import writing_to
 
 
 if TYPE_CHECKING:
@@ -74,7 +76,9 @@ def write_drafter_card(directory: str | Path, options: CardOptions | None = None
         `Path`: the card.
     """
     path = Path(directory) / CARD_FILE
-    build_drafter_card(directory, options).save(path)
+    card = build_drafter_card(directory, options)
+    with writing_to(path, "drafter"), written_aside(path) as partial:
+        card.save(partial)
     return path
 
 

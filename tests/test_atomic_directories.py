@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from adaflash_hf.atomic_directories import directory_written_aside
+from adaflash_hf.atomic_directories import directory_written_aside, files_written_aside
 
 
 def names(folder: Path) -> list[str]:
@@ -68,3 +68,22 @@ def test_others_may_read_it(tmp_path):
         (partial / "a").write_text("1")
     mode = stat.S_IMODE((tmp_path / "out").stat().st_mode)
     assert mode == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+
+
+def test_files_take_their_places_together_beside_others(tmp_path: Path) -> None:
+    for name in ("other", "one", "below/two"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("old")
+    with pytest.raises(OSError, match="no"), files_written_aside(tmp_path) as partial:
+        (partial / "one").write_text("half")
+        raise OSError("no")
+    assert {path.name: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == {
+        "other": "old", "one": "old", "two": "old"
+    }  # fmt: skip
+    with files_written_aside(tmp_path) as partial:
+        (partial / "below").mkdir()
+        for name in ("one", "below/two", "below/three"):
+            (partial / name).write_text("new")
+        assert (tmp_path / "one").read_text() == "old"
+    texts = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    assert texts == {"other": "old", "one": "new", "below/two": "new", "below/three": "new"}

@@ -108,6 +108,7 @@ def objectives(
 
     from ..embedded_target import load_target
     from ..evaluation.ablation_variants import ablation_variants
+    from ..output_places import check_writable
     from ..training.run_records import write_run_record
 
     if (init is None) != from_scratch:
@@ -118,6 +119,7 @@ def objectives(
     wanted = compare or [name for name in Compare if name is not Compare.HEADS or head_drafter is not None]
     if Compare.HEADS in wanted and head_drafter is None:
         raise InvalidInputError("`--compare heads` needs a trained drafter; pass it with --head-drafter.")
+    check_writable(out)
     console = Console()
     target_model, tokenizer = load_target(target, dtype.value, device=device, on_progress=console.print)
     sizes = {"num_hidden_layers": layers, "block_size": block_size}
@@ -174,10 +176,12 @@ def length_head(
     from ..evaluation.result_files import write_results
     from ..modeling_confidence_head import ConfidenceHeadModel
     from ..modeling_length_head import LengthHeadModel
+    from ..output_places import check_writable
     from .loading import find_drafter, load_drafter
 
     drafter = find_drafter(target, drafter)
     named_heads, named_confidences = _named(head, "--head"), _named(confidence_head, "--confidence-head")
+    check_writable(out)
     console = Console()
     target_model, _ = load_target(target, dtype.value, device=device, on_progress=console.print)
     model = load_drafter(drafter, target_model)
@@ -212,13 +216,17 @@ def length_head(
     }
     sources["environment"] = describe_environment(target_model, model)
     sections = report.head_sections(results)
+    _show(console, sections)
     write_results(out / RESULTS, {**sources, **results}, f"Length heads of {drafter}", sections)
-    _show(console, sections, out)
+    _name_files(console, out)
 
 
-def _show(console: Any, sections: list[str], out: Path) -> None:
+def _show(console: Any, sections: list[str]) -> None:
     """As it is in the file: its tables are too wide to be drawn in most terminals."""
     console.print("\n\n".join(sections), highlight=False, markup=False, soft_wrap=True)
+
+
+def _name_files(console: Any, out: Path) -> None:
     console.print(f"\nThe results are in {out / RESULTS}.md and .json.", highlight=False, soft_wrap=True)
 
 
@@ -384,4 +392,5 @@ def _run_all(
 
     with without_progress_bars():
         run_ablations(runs, new_drafter, trained, target_model, data, common, out / RUNS, show)
-    _show(console, ablation_sections(comparisons, finished, common, seeds), out)
+    _show(console, ablation_sections(comparisons, finished, common, seeds))
+    _name_files(console, out)

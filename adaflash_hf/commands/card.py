@@ -41,6 +41,7 @@ def card(
     from ..errors import InvalidInputError
     from ..hub_upload import reserve_repository, upload_drafter
     from ..model_card import CARD_FILE, CardOptions, is_generated_card, write_drafter_card
+    from ..output_places import check_writable
 
     if push and repo_id is None:
         raise InvalidInputError("`--push` is given without `--repo-id`; say where to, as org/name.")
@@ -59,6 +60,7 @@ def card(
         bench=bench if bench is not None else sorted(drafter.glob("*bench*.json")),
         records=records,
     )
+    check_writable(drafter, "drafter")
     if push and repo_id is not None:
         reserve_repository(repo_id, private=private)
     typer.echo(f"Wrote {write_drafter_card(drafter, options)}")

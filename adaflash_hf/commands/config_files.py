@@ -60,6 +60,7 @@ def write_config_file(path: Path, options: Mapping[str, Any], comments: Mapping[
     import yaml
 
     from ..atomic_files import written_aside
+    from ..output_places import writing_to
 
     lines = []
     for name, value in options.items():
@@ -69,9 +70,10 @@ def write_config_file(path: Path, options: Mapping[str, Any], comments: Mapping[
         text = yaml.safe_dump(_plain(value), default_flow_style=True, allow_unicode=True, width=math.inf)
         remark = f"  # {comments[name]}" if name in comments else ""
         lines.append(f"{name}: {text.removesuffix(_END_OF_DOCUMENT).rstrip()}{remark}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(path) as partial:
-        partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with writing_to(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(path) as partial:
+            partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:

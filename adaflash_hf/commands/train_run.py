@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from contextlib import nullcontext
@@ -33,6 +34,7 @@ CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 _CONFIDENCE_HEAD = "confidence-head"
 _EVALUATIONS = 20
+_KEPT_CHECKPOINTS = 2
 _MINIMUM_STEPS_BETWEEN_EVALUATIONS = 25
 
 
@@ -93,10 +95,24 @@ class TrainingRun:
         drafter = self._drafter(target_model, tokenizer)
         dataset = self._dataset(target_model, drafter)
         trainer = self._trainer(target_model, drafter, dataset)
+        if self.is_main:
+            self._check_room(trainer)
         self._record(trainer, drafter)
         self._train(trainer)
         if self.is_main and self.only != _CONFIDENCE_HEAD:
             self._publish()
+
+    def _check_room(self, trainer: DrafterTrainer) -> None:
+        """For the checkpoints that are kept, the one that is written before the oldest goes, and the drafter."""
+        from ..output_places import check_room
+        from ..training.estimates import checkpoint_bytes
+
+        args = trainer.args
+        weights = sum(parameter.numel() for parameter in trainer.model.parameters())
+        saves = math.ceil(args.max_steps / args.save_steps) if args.max_steps > 0 else _KEPT_CHECKPOINTS + 1
+        files = [file for file in (self.out / CHECKPOINTS).rglob("*") if file.is_file()]
+        needed = min(saves, _KEPT_CHECKPOINTS + 1) * checkpoint_bytes(trainer) + 2 * weights
+        check_room(self.out, needed - sum(file.stat().st_size for file in files))
 
     def _say(self, text: str) -> None:
         self.console.print(f"{text} ...", highlight=False, markup=False)
@@ -104,9 +120,14 @@ class TrainingRun:
     def _check_before_work(self) -> None:
         """What can fail for reasons outside of training, before the hours that it takes."""
         from ..hub_upload import reserve_repository
+        from ..output_places import check_writable
         from ..training.run_records import check_reporting
 
         check_reporting(self.report_to)
+        if self.is_main:
+            check_writable(self.out)
+            for path in self.trajectories if self.features == "cache" else ():
+                check_writable(path, "trajectories")
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
         if several and self.features == "cache":
             raise InvalidInputError(
@@ -292,7 +313,7 @@ class TrainingRun:
             eval_strategy="steps" if evaluates else "no",
             eval_steps=every,
             save_steps=every,
-            save_total_limit=2,
+            save_total_limit=_KEPT_CHECKPOINTS,
             # Where the hardware does not multiply bfloat16, emulating it is slower than float32.
             bf16=default_dtype(device_type) == torch.bfloat16,
             use_cpu=device_type == "cpu",
@@ -382,10 +403,12 @@ class TrainingRun:
         import torch
 
         from ..embedded_target import without_progress_bars
+        from ..output_places import writing_to
         from ..training.saving import ADAPTER_DIRECTORY
 
         # What drafters are published in; decoding in bfloat16 rounds the weights the same way.
-        with without_progress_bars():
+        kept = "what was trained is in the last checkpoint: repeat the command to have it written"
+        with without_progress_bars(), writing_to(self.out, kept=kept):
             trainer.save_drafter(self.out, torch.bfloat16)
         what = "drafter" if self.only != _CONFIDENCE_HEAD else "confidence head"
         adapter = f", its adapter in {self.out / ADAPTER_DIRECTORY}" if self.lora is not None else ""

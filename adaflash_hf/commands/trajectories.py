@@ -117,6 +117,7 @@ def trajectories(
 
     from ..embedded_target import load_target
     from ..generation.prepacking import prepack_linear_layers
+    from ..output_places import check_writable
     from ..training.initialization import default_target_layer_ids
     from ..training.trajectories import TrajectorySettings
     from .loading import load_drafter
@@ -131,6 +132,7 @@ def trajectories(
         seed=seed,
         teacher_top_k=teacher_top_k,
     )
+    check_writable(out)
     sources = _Sources(prompts or [], dataset or [], split, subset, column or [], domain or [])
     console = Console()
     chosen = interleave(sources.read(limit, seed, console))

@@ -19,6 +19,7 @@ from transformers import PrinterCallback, set_seed
 
 from ..atomic_files import written_aside
 from ..errors import InvalidInputError
+from ..output_places import writing_to
 from ..training.drafter_trainer import DrafterTrainer
 from ..training.initialization import attach_length_head, new_confidence_head
 from ..training.recipes import schedule_arguments
@@ -316,7 +317,8 @@ def _refuse_difference(file: str, there: Mapping[str, Any], now: Mapping[str, An
 
 
 def _keep(directory: Path, run: FinishedRun) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
     path = _path(directory, run.key, run.seed)
-    with written_aside(path) as partial:
-        partial.write_text(json.dumps(asdict(run), indent=2) + "\n", encoding="utf-8")
+    with writing_to(directory, kept="the runs before are there: repeat to go on"):
+        directory.mkdir(parents=True, exist_ok=True)
+        with written_aside(path) as partial:
+            partial.write_text(json.dumps(asdict(run), indent=2) + "\n", encoding="utf-8")

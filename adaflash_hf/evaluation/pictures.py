@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import MissingDependencyError
+from ..output_places import writing_to
 
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def save_pictures(figures: Mapping[str, Figure | None], path: str | Path) -> lis
     for kind, figure in figures.items():
         if figure is not None:
             file = Path(f"{path}-{kind}.png")
-            figure.savefig(file, dpi=_DPI)
+            with writing_to(file):
+                figure.savefig(file, dpi=_DPI)
             written.append(file)
     return written

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic_files import written_aside
+from ..output_places import writing_to
 
 
 __all__ = ["markdown_table", "mean_and_spread", "write_results"]
@@ -63,11 +64,12 @@ def write_results(path: str | Path, data: Mapping[str, Any], title: str, section
             Its paragraphs and tables.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     texts = {".json": json.dumps(data, indent=2), ".md": "\n\n".join([f"# {title}", *sections])}
-    for suffix, text in texts.items():
-        with written_aside(path.with_name(path.name + suffix)) as partial:
-            partial.write_text(text + "\n", encoding="utf-8")
+    with writing_to(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for suffix, text in texts.items():
+            with written_aside(path.with_name(path.name + suffix)) as partial:
+                partial.write_text(text + "\n", encoding="utf-8")
 
 
 def _cell(value: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import InvalidInputError
 from ..modeling_dflash_drafter import DFlashDrafterModel
+from ..output_places import writing_to
 from .anchors import choose_attention
 from .collator import DrafterDataCollator
 from .draft_step import DraftStep, StepOutcome, check_trainable
@@ -188,6 +190,18 @@ class DrafterTrainer(Trainer):
         if self.args.should_save:
             save_trained(self.accelerator.unwrap_model(self.model), state_dict, directory, dtype)
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """The parent's; of one that cannot be written nothing is left, since room is what is missing."""
+        directory = Path(self.args.output_dir)
+        try:
+            with writing_to(directory, "output_dir", "complete checkpoints stay: resume from the last one"):
+                super()._save_checkpoint(model, trial)
+        except Exception:
+            partial = directory / f"checkpoint-{self.state.global_step}"
+            if self.args.should_save and _saved_step(partial) is None:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """One group each for matrices, other parameters of the drafter, and the length head."""
         if self.optimizer is None:
@@ -341,13 +355,17 @@ def last_complete_checkpoint(directory: str | Path) -> Path | None:
         directory (`str` or `Path`):
             `output_dir` of a run.
     """
-    steps = {}
-    for path in Path(directory).glob("checkpoint-*"):
-        try:
-            steps[json.loads((path / _STATE_FILE).read_text(encoding="utf-8"))["global_step"]] = path
-        except (OSError, ValueError, KeyError):
-            continue
-    return steps[max(steps)] if steps else None
+    steps = {_saved_step(path): path for path in Path(directory).glob("checkpoint-*")}
+    last = max((step for step in steps if step is not None), default=None)
+    return None if last is None else steps[last]
+
+
+def _saved_step(checkpoint: Path) -> int | None:
+    """Step of a complete checkpoint; None for what is not one."""
+    try:
+        return int(json.loads((checkpoint / _STATE_FILE).read_text(encoding="utf-8"))["global_step"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _trajectories_of(dataset: Any) -> tuple[TrajectoryDataset, Sequence[int]]:

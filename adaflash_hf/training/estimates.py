@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .drafter_trainer import DrafterTrainer
 
 
-__all__ = ["TrainingEstimate", "estimate_training", "format_duration"]
+__all__ = ["TrainingEstimate", "checkpoint_bytes", "estimate_training", "format_duration"]
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,6 @@ def estimate_training(trainer: DrafterTrainer) -> TrainingEstimate:
     steps = args.max_steps if args.max_steps > 0 else round(steps_per_epoch * args.num_train_epochs)
     step_s = batch_s * args.gradient_accumulation_steps + update_s
     trainable = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    # Muon keeps one average per matrix, Adam two per parameter.
-    states = sum(p.numel() * (1 if args.use_muon and p.ndim == 2 else 2) for p in trainable)
     count = sum(parameter.numel() for parameter in trainable)
     return TrainingEstimate(
         trainable_parameters=count,
@@ -86,9 +84,20 @@ def estimate_training(trainer: DrafterTrainer) -> TrainingEstimate:
         step_s=step_s,
         total_s=steps * step_s,
         weights_bytes=_bytes_of(trainer.model) + _bytes_of(trainer.target_model),
-        training_bytes=4 * (count + states) + args.logits_memory_bytes,
+        training_bytes=4 * (count + _averages(trainer)) + args.logits_memory_bytes,
         peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     )
+
+
+def checkpoint_bytes(trainer: DrafterTrainer) -> int:
+    """
+    What one checkpoint of a run takes on the disk: weights and the optimizer's averages.
+
+    Args:
+        trainer (`DrafterTrainer`):
+            A trainer that has not started.
+    """
+    return _bytes_of(trainer.model) + 4 * _averages(trainer)
 
 
 def format_duration(seconds: float) -> str:
@@ -121,6 +130,13 @@ def _timed_step(trainer: DrafterTrainer, batch: dict[str, torch.Tensor]) -> tupl
     # Its averages hold this batch; the run must start with none.
     trainer.optimizer = None
     return min(batch_s), min(update_s)
+
+
+def _averages(trainer: DrafterTrainer) -> int:
+    """How many numbers the optimizer keeps: Muon one average per matrix, Adam two per parameter."""
+    use_muon = trainer.args.use_muon
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    return sum(p.numel() * (1 if use_muon and p.ndim == 2 else 2) for p in trained)
 
 
 def _now(model: torch.nn.Module) -> float:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InvalidInputError
+from ..output_places import check_writable, writing_to
 from .batched_decoding import DecodedResponse, DecodingSettings, decode_batch, eos_token_ids_of
 
 
@@ -285,6 +286,7 @@ def check_prompts_can_be_added(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a").close()
+        check_writable(path.parent)
     except OSError as error:
         raise InvalidInputError(
             f"`out` is '{path}', which cannot be written ({error.strerror}). Pass a file in a directory that can "
@@ -294,7 +296,8 @@ def check_prompts_can_be_added(path: Path) -> None:
 
 def _append(path: Path, prompts: Sequence[str], domain: str) -> None:
     lines = [json.dumps({"prompt": prompt, "domain": domain}, ensure_ascii=False) + "\n" for prompt in prompts]
-    with path.open("a", encoding="utf-8", newline="\n") as file:
+    kept = "the prompts before are in it: repeat to go on"
+    with writing_to(path, kept=kept), path.open("a", encoding="utf-8", newline="\n") as file:
         file.write("".join(lines))
 
 

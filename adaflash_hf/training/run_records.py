@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 
 from ..atomic_files import written_aside
 from ..errors import InvalidInputError, MissingDependencyError
+from ..output_places import writing_to
 from .trajectories import read_settings
 
 
@@ -45,6 +46,7 @@ RUN_FILE = "run.json"
 CONFIG_FILE = "train_config.yaml"
 LOG_FILE = "training_log.jsonl"
 METRICS_FILE = "metrics.json"
+_RESUMABLE = "complete checkpoints stay: resume from the last one"
 _TAU = "eval_acceptance_length"
 _PACKAGES = ("adaflash-hf", "torch", "transformers", "accelerate", "peft", "safetensors", "pyarrow")
 
@@ -217,8 +219,10 @@ class JsonLinesCallback(TrainerCallback):
         """Keep what lies before the step the run starts from."""
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
         kept = [line for line in lines if state.global_step and _step_of(line) <= state.global_step]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        with writing_to(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with written_aside(self._path) as partial:
+                partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         self._begin = time.monotonic() - (json.loads(kept[-1]).get("elapsed_s", 0.0) if kept else 0.0)
 
     def on_log(
@@ -227,14 +231,15 @@ class JsonLinesCallback(TrainerCallback):
         """Append."""
         if state.is_world_process_zero and logs:
             entry = {"step": state.global_step, "elapsed_s": round(time.monotonic() - self._begin, 1), **logs}
-            with self._path.open("a", encoding="utf-8") as file:
+            with writing_to(self._path, kept=_RESUMABLE), self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, default=float) + "\n")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(path) as partial:
-        partial.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+    with writing_to(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(path) as partial:
+            partial.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def _read_log(path: Path) -> list[dict[str, Any]]:

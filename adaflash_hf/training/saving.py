@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..atomic_directories import files_written_aside
 from ..generation.compatibility import unwrap_model
 from .lora import merge_lora
 
@@ -24,7 +25,7 @@ def save_trained(
 ) -> None:
     """
     Write a drafter or head from its full state dict. Of one with a LoRA adapter, the merged drafter goes into
-    `directory` and the adapter into `directory/adapter`.
+    `directory` and the adapter into `directory/adapter`. What is there is replaced when all of it is written.
 
     Args:
         model (`nn.Module`):
@@ -36,20 +37,20 @@ def save_trained(
         dtype (`torch.dtype`, *optional*):
             What to round the weights to; by default they stay as they are. An adapter is not rounded.
     """
-    directory = Path(directory)
     weights = {name.replace(_COMPILED, ""): tensor for name, tensor in state_dict.items()}
     trained = getattr(model, "_orig_mod", model)
     whole = unwrap_model(trained)
     with torch.device("meta"):
         rebuilt = type(whole)(copy.deepcopy(whole.config))
-    if hasattr(trained, "peft_config"):
-        adapted = _adapted_skeleton(rebuilt, trained.peft_config)
-        _fill(adapted, weights)
-        adapted.save_pretrained(directory / ADAPTER_DIRECTORY)
-        rebuilt = merge_lora(adapted)
-    else:
-        _fill(rebuilt, weights)
-    rebuilt.to(dtype or rebuilt.dtype).save_pretrained(directory)
+    with files_written_aside(Path(directory)) as partial:
+        if hasattr(trained, "peft_config"):
+            adapted = _adapted_skeleton(rebuilt, trained.peft_config)
+            _fill(adapted, weights)
+            adapted.save_pretrained(partial / ADAPTER_DIRECTORY)
+            rebuilt = merge_lora(adapted)
+        else:
+            _fill(rebuilt, weights)
+        rebuilt.to(dtype or rebuilt.dtype).save_pretrained(partial)
 
 
 def _adapted_skeleton(base: Any, configs: Mapping[str, Any]) -> Any:

@@ -25,6 +25,7 @@ import torch
 
 from ..atomic_files import PARTIAL_SUFFIX, written_aside
 from ..errors import InvalidInputError, MissingDependencyError
+from ..output_places import writing_to
 from .batched_decoding import DecodedResponse, DecodingSettings, decode_batch, eos_token_ids_of
 from .features import FEATURES_PREFIX, features_path, write_features
 
@@ -253,11 +254,13 @@ def generate_trajectories(
             seed = settings.seed * 1_000_003 + batch_index
             responses = decode([prompt_ids[i] for i in members], decoding, seed)
             new_tokens = sum(len(response.response_ids) for response in responses)
-            if settings.capture_layer_ids:
-                features = [response.features for response in responses]
-                write_features(features_path(path), features, target_model, settings.capture_layer_ids)
-            # Last, because its presence says that the batch is complete.
-            _write_shard(path, [prompt_ids[i] for i in members], [domains[i] for i in members], responses, settings)
+            with writing_to(directory, kept=f"{batch_index} of {len(batches)} batches are there: repeat to go on"):
+                if settings.capture_layer_ids:
+                    features = [response.features for response in responses]
+                    write_features(features_path(path), features, target_model, settings.capture_layer_ids)
+                # Last, because its presence says that the batch is complete.
+                texts, labels = [prompt_ids[i] for i in members], [domains[i] for i in members]
+                _write_shard(path, texts, labels, responses, settings)
         if on_batch is not None:
             on_batch(TrajectoryBatchReport(batch_index, len(batches), len(members), new_tokens, was_stored))
 
@@ -314,7 +317,7 @@ def _claim_directory(directory: Path, record: dict[str, Any], provenance: dict[s
             f"`out` is {str(directory)!r}, which holds shards but no {SETTINGS_FILE}; give another directory."
         )
     else:
-        with written_aside(path) as partial:
+        with writing_to(directory), written_aside(path) as partial:
             partial.write_text(json.dumps({**record, "provenance": provenance}, indent=2), encoding="utf-8")
     # Only a killed run leaves these; two runs over one directory at once are not supported.
     for leftover in directory.glob(f"*{PARTIAL_SUFFIX}"):

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..errors import InvalidInputError
+from ..output_places import writing_to
 from .features import FeatureShard, compute_target_features, features_path, write_features
 from .trajectories import find_trajectory_shards
 
@@ -241,7 +242,9 @@ def cache_target_features(
                 context = compute_target_features(target_model, ids.to(target_model.device), layer_ids).context.cpu()
                 for i, row in enumerate(rows):
                     features[row] = context[i, : len(texts[row]) - 1].clone()
-            write_features(features_path(path), features, target_model, layer_ids)
+            kept = f"{done - 1} of {len(paths)} files are there: repeat to go on"
+            with writing_to(path.parent, "trajectories", kept):
+                write_features(features_path(path), features, target_model, layer_ids)
         if on_shard is not None:
             on_shard(done, len(paths))
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from full_disk import full_after
 from hub_server import running_hub
 from huggingface_hub import ModelCard
 from test_card_measurements import bench_data
@@ -60,6 +61,15 @@ def test_a_card_by_hand_is_kept(directory, capsys):
     assert (directory / "README.md").read_text() == "# Mine\n"
     assert main(["card", str(directory), "--force"]) == 0
     assert "# Mine" not in (directory / "README.md").read_text()
+
+
+def test_a_full_disk_leaves_the_card_before(directory, capsys):
+    assert main(["card", str(directory)]) == 0
+    before = (directory / "README.md").read_text()
+    with full_after(model_card, "build_drafter_card", 1, room_bytes=1_000):
+        assert main(["card", str(directory), "--repo-id", "org/drafter"]) == 2
+    assert "Make room" in capsys.readouterr().err
+    assert (directory / "README.md").read_text() == before and not list(directory.glob("*.partial"))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import pytest
+from full_disk import full_after
 from stand_ins import SPECIAL_TOKENS, byte_tokenizer
 from tiny_models import tiny_target
 
 from adaflash_hf import embedded_target
 from adaflash_hf.cli import main
 from adaflash_hf.embedded_target import LoadedTarget
+from adaflash_hf.training import prompt_synthesis
 from adaflash_hf.training.prompts import read_prompt_file
 
 
@@ -54,6 +56,19 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_target_is_loaded(t
     (tmp_path / "file").touch()
     assert run(tmp_path / "file" / "p.jsonl", "--count", 1) == 2
     assert "which cannot be written" in capsys.readouterr().err
+
+
+def test_a_full_disk_costs_no_prompt_that_was_written(tmp_path, capsys):
+    out = tmp_path / "prompts.jsonl"
+    assert run(out, "--count", 1) == 0
+    before = read_prompt_file(out)
+    with full_after(prompt_synthesis, "_read_own_file", 1, room_bytes=out.stat().st_size + 5):
+        assert run(out, "--count", 3) == 2
+    assert "the prompts before are in it: repeat to go on" in capsys.readouterr().err
+    assert out.read_bytes()[-1:] != b"\n"  # the line that the disk cut off
+    assert run(out, "--count", 3) == 0
+    prompts = read_prompt_file(out)
+    assert prompts[:1] == before and len(prompts) == 3
 
 
 def test_help(capsys):

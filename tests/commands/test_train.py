@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
 import torch
+from full_disk import full_after, full_disk
 from hub_server import running_hub
 from safetensors.torch import load_file
 from stand_ins import byte_target, byte_tokenizer, load_byte_target
@@ -17,6 +19,7 @@ from adaflash_hf.cli import main
 from adaflash_hf.commands import train_display
 from adaflash_hf.embedded_target import LoadedTarget
 from adaflash_hf.training import presets
+from adaflash_hf.training.drafter_trainer import DrafterTrainer
 from adaflash_hf.training.presets import DrafterPreset
 
 
@@ -112,6 +115,46 @@ def test_a_killed_run_resumes_to_the_same_drafter(directory, tmp_path, capsys, m
     assert "Resuming from checkpoint-25" in capsys.readouterr().out
     one, two = load_file(whole / "model.safetensors"), load_file(killed / "model.safetensors")
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_full_disk_costs_nothing_that_was_written(directory, tmp_path, capsys):
+    out = tmp_path / "out"
+    with full_after(DrafterTrainer, "_save_checkpoint", 1, room_bytes=20_000):
+        assert run(directory, out) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "where writing failed" in error and "Make room" in error and "resume from the last one" in error
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["checkpoint-25"]
+    with full_after(DrafterTrainer, "train", 1, room_bytes=20_000):
+        assert run(directory, out) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"`out` is '{out}'" in error and "in the last checkpoint: repeat the command" in error
+    assert not list(out.glob("*.safetensors")) and not list(out.glob(".*"))
+    assert run(directory, out) == 0
+    assert "Resuming from checkpoint-30" in capsys.readouterr().out
+    before = (out / "model.safetensors").read_bytes()
+    with full_after(DrafterTrainer, "train", 1, room_bytes=20_000):
+        assert run(directory, out, "--no-resume", "--seed", 1, "--steps", 1) == 2
+    assert (out / "model.safetensors").read_bytes() == before
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_target_is_loaded(
+    directory, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(embedded_target, "load_target", None)
+    (tmp_path / "file").touch()
+    assert run(directory, tmp_path / "file" / "out") == 2
+    assert "nothing was done yet" in capsys.readouterr().err
+    with full_disk(100):
+        assert run(directory, tmp_path / "out") == 2
+    assert "Make room" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_too_little_room_is_told_before_training(directory, tmp_path, capsys, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    assert run(directory, tmp_path / "out") == 2
+    assert "MB are needed there and 0 MB are free" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "run.json").exists()
 
 
 def test_features_can_be_cached_for_trajectories_without(tmp_path, capsys):

@@ -4,12 +4,14 @@ import json
 
 import datasets
 import pytest
+from full_disk import full_after
 from stand_ins import byte_target, load_byte_target
 from tiny_models import tiny_drafter
 
 from adaflash_hf.cli import main
 from adaflash_hf.commands.trajectories import interleave, parse_layer_ids
 from adaflash_hf.errors import InvalidInputError
+from adaflash_hf.training import trajectories
 from adaflash_hf.training.trajectories import read_settings
 from adaflash_hf.training.trajectory_dataset import TrajectoryDataset
 
@@ -72,6 +74,25 @@ def test_datasets_beside_files_and_a_drafter(tmp_path, prompt_files, capsys):
         assert plain.response_ids(row).tolist() == drafted.response_ids(row).tolist()
     provenance = read_settings(tmp_path / "plain")["provenance"]
     assert provenance == {"files": ["math.jsonl", "code.json"], "datasets": []}
+
+
+def test_a_full_disk_costs_no_batch_that_was_written(tmp_path, prompt_files, capsys):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert run(whole, prompt_files) == 0
+    with full_after(trajectories, "_write_shard", 2, room_bytes=1_000):
+        assert run(out, prompt_files) == 2
+    error = capsys.readouterr().err
+    assert "2 of 3 batches are there: repeat to go on" in error and "Make room" in error
+    assert not list(out.glob("*.partial"))
+    assert run(out, prompt_files) == 0
+    assert "8 trajectories were there from an earlier run" in capsys.readouterr().out
+    for path in whole.glob("*.parquet"):
+        assert path.read_bytes() == (out / path.name).read_bytes()
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path, prompt_files, capsys):
+    assert run(prompt_files[0], prompt_files) == 2
+    assert "nothing was done yet" in capsys.readouterr().err
 
 
 def test_files_are_spread_evenly():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_NAME
 
@@ -21,9 +18,9 @@ from ...atomic_directories import directory_written_aside
 from ...checkpoint_loading import compare_shapes
 from ...configuration_dflash_drafter import DFlashDrafterConfig
 from ...embedded_target import without_progress_bars
-from ...error_text import first_line
-from ...errors import DrafterCheckpointError, DrafterExportError, InvalidInputError
+from ...errors import DrafterCheckpointError, DrafterExportError, InvalidInputError, OutputError
 from ...modeling_dflash_drafter import DFlashDrafterModel
+from ...output_places import check_room, check_writable, writing_to
 from .adapters import is_adapter, read_adapter
 from .checkpoint_format import CheckpointFormat, DrafterBundle, DrafterForm, WriteOptions
 from .read_back import check_bundle, check_written
@@ -145,13 +142,14 @@ def write_drafter(
         raise InvalidInputError(f"`format` is {format_name!r}, which is only read, not written.")
     written = form.write(_with_target(bundle, options), options)
     check_bundle(written.holds)
-    _check_room(out, written.tensors)
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in written.tensors.values()) + _MARGIN_BYTES
     try:
-        with directory_written_aside(out) as partial:
+        check_room(out, needed, "OUT")
+        with writing_to(out, "OUT", "nothing was left behind"), directory_written_aside(out) as partial:
             _save(form, written, partial)
             check_written(partial, form, written, _read_files(options))
-    except (OSError, SafetensorError) as error:
-        raise DrafterExportError(_why_unwritten(out, error)) from error
+    except OutputError as error:
+        raise DrafterExportError(str(error)) from error
     return written
 
 
@@ -187,7 +185,12 @@ def convert_drafter(
     if os.path.isdir(source) and os.path.realpath(source) == os.path.realpath(path):
         raise InvalidInputError(f"`OUT` is {os.fspath(path)!r}, the drafter itself; pass another directory.")
     # Before a big checkpoint is read for nothing.
-    _check_place(Path(os.path.abspath(path)), force)
+    out = Path(os.path.abspath(path))
+    _check_place(out, force)
+    try:
+        check_writable(out, "OUT")
+    except OutputError as error:
+        raise DrafterExportError(str(error)) from error
     bundle = read_drafter(source, read_options, hub, source_format)
     if check is not None:
         check(bundle.config)
@@ -250,17 +253,6 @@ def _check_place(out: Path, force: bool) -> None:
         raise InvalidInputError(f"`OUT` is {str(out)!r}, where there is a checkpoint; pass --force to replace it.")
 
 
-def _check_room(out: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + _MARGIN_BYTES
-    parent = next(parent for parent in (out.absolute(), *out.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        raise DrafterExportError(
-            f"`OUT` is {str(out)!r}: {needed / 2**20:.0f} MB are needed there and {free / 2**20:.0f} MB are free. "
-            "Make room, or pass a directory on another disk."
-        )
-
-
 def _save(form: CheckpointFormat, written: DrafterForm, folder: Path) -> None:
     if form.name == "native":
         # transformers' own way also writes the sources, with which the checkpoint loads without this package.
@@ -273,10 +265,3 @@ def _save(form: CheckpointFormat, written: DrafterForm, folder: Path) -> None:
     save_file(dict(written.tensors), folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
     text = json.dumps(written.config, indent=2, sort_keys=True) + "\n"
     (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
-
-
-def _why_unwritten(out: Path, error: Exception) -> str:
-    reason = first_line(error)
-    is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "os error 28" in reason
-    hint = "The disk is full or a quota is used up; make room" if is_full else "Check that it can be written to"
-    return f"`OUT` is {str(out)!r} and could not be written ({reason}). {hint}; nothing was left behind."

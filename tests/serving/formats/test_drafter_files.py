@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import resource
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from foreign_checkpoints import speculators_config
+from full_disk import full_disk
 from safetensors.torch import load_file
 from tiny_checkpoints import ZLAB_CONFIG, write
 from tiny_models import tiny_drafter
@@ -100,8 +101,8 @@ def test_a_failing_check_leaves_the_old_one(bundle: DrafterBundle, tmp_path: Pat
 def test_too_little_room_is_told_before_anything_is_written(
     bundle: DrafterBundle, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    usage = drafter_files.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(drafter_files.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(DrafterExportError, match="16 MB are needed there and 0 MB are free. Make room"):
         write_drafter(bundle, tmp_path / "out", "sglang")
     assert names(tmp_path) == []
@@ -109,14 +110,8 @@ def test_too_little_room_is_told_before_anything_is_written(
 
 @pytest.mark.parametrize("name", ["native", "sglang"])
 def test_a_disk_that_fills_up_is_told(name: str, bundle: DrafterBundle, tmp_path: Path) -> None:
-    """A limit on the size of files stands in for the disk's end: the write itself fails, half-way."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
-    try:
-        with pytest.raises(DrafterExportError, match="could not be written .*nothing was left behind"):
-            write_drafter(bundle, tmp_path / "out", name)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(30_000), pytest.raises(DrafterExportError, match="writing failed.*nothing was left behind"):
+        write_drafter(bundle, tmp_path / "out", name)
     assert names(tmp_path) == []
 
 
