@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, OutputError
 from .bench_options import (
     ApiKeyOption,
     AssistantOption,
@@ -73,6 +73,7 @@ def bench(
     from ..evaluation.bench import BenchSettings
     from ..evaluation.bench_report import build_bench_table
     from ..evaluation.workloads import load_workload
+    from ..output_places import check_writable
 
     settings = BenchSettings(
         methods=_names(methods, _DEFAULT_METHODS),
@@ -87,6 +88,7 @@ def bench(
     asked = [load_workload(name, data_dir) for name in _names(workloads, ["blend"])]
     if plots:
         _check_matplotlib()
+    check_writable(out.parent)
     messages = Console(stderr=True)
     writer = _Writer(out)
     if base_urls:
@@ -100,6 +102,8 @@ def bench(
         )
         report = _bench_models(models, tokenizer, environment, asked, settings, messages, writer)
     Console().print(build_bench_table(report.rows))
+    if writer.failure is not None:
+        raise writer.failure
     for file in [*writer.files, *(_plot(report, out) if plots else [])]:
         messages.print(f"Wrote {file}", highlight=False, markup=False)
 
@@ -140,17 +144,26 @@ def _plot(report: BenchReport, out: Path) -> list[Path]:
 
 
 class _Writer:
-    """Writes all results so far, so that a run that is cut short was not for nothing."""
+    """
+    Writes all results so far, so that a run that is cut short was not for nothing. Where that fails, the next time it
+    may not: measuring goes on, and `failure` is what the last time said.
+    """
 
     def __init__(self, out: Path) -> None:
         self._out = out
         self.files: list[Path] = []
+        self.failure: OutputError | None = None
 
     def __call__(self, report: BenchReport) -> None:
         from ..evaluation.bench_report import report_sections
         from ..evaluation.result_files import write_results
 
-        write_results(self._out, report.as_dict(), "Benchmark", report_sections(report))
+        try:
+            write_results(self._out, report.as_dict(), "Benchmark", report_sections(report))
+        except OutputError as error:
+            self.failure = error
+            return
+        self.failure = None
         self.files = [self._out.with_name(self._out.name + suffix) for suffix in (".json", ".md")]
 
 

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from full_disk import full_after
+from stand_ins import byte_target, byte_tokenizer
+from tiny_models import tiny_drafter
+
+from adaflash_hf.cli import main
+from adaflash_hf.commands import bench as bench_command
+from adaflash_hf.evaluation import bench as measuring
+from adaflash_hf.evaluation.bench_methods import BenchModels
+
+
+@pytest.fixture(autouse=True)
+def tiny_targets(monkeypatch):
+    target = byte_target()
+    models = BenchModels(target, tiny_drafter(target), None, None, 0)
+    monkeypatch.setattr(bench_command, "_load", lambda *args: (models, byte_tokenizer(), {}))
+
+
+def run(out, *extra):
+    common = ["--method", "plain,dflash", "--requests", 2, "--repeats", 1, "--max-new-tokens", 8, "--no-plots"]
+    return main([str(argument) for argument in ("bench", "--out", out, *common, *extra)])
+
+
+def test_a_full_disk_costs_no_measurement(tmp_path, capsys):
+    with full_after(measuring, "_run_cell", 2, room_bytes=1_000):
+        assert run(tmp_path / "bench", "--concurrency", "1,2") == 2
+    shown = capsys.readouterr()
+    assert "Make room" in shown.err and "Traceback" not in shown.err
+    assert [line.split()[2] for line in shown.out.splitlines() if "dflash" in line] == ["1", "2"]
+    kept = json.loads((tmp_path / "bench.json").read_text())["results"]
+    assert {row["concurrency"] for row in kept} == {1}
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_command, "_load", None)
+    (tmp_path / "file").touch()
+    assert run(tmp_path / "file" / "bench", "--concurrency", 1) == 2
+    assert "nothing was done yet" in capsys.readouterr().err
