@@ -100,6 +100,23 @@ def test_half_dtypes_are_summed_in_float32(layers, dtype, shape, no_half_instruc
     torch.testing.assert_close(actual, native, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("rows", "threads", "is_native"), [(1, 1, True), (1, 2, False), (2, 1, False), (200, 2, True)]
+)
+def test_float32_rows_that_gain_nothing_stay_with_pytorch(layers, rows, threads, is_native, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    inputs, calls = torch.randn(rows, 40), []
+    with torch.no_grad():
+        native = layers[0](inputs)
+        prepack_linear_layers(layers)
+        assert layers[0].layout == "full"
+        monkeypatch.setattr(
+            nn.Linear, "forward", lambda self, x: calls.append(x) or nn.functional.linear(x, self.weight, self.bias)
+        )
+        torch.testing.assert_close(layers[0](inputs), native, **TOLERANCE)
+    assert bool(calls) == is_native
+
+
 @needs_half
 def test_float32_weights_that_float16_holds_take_half_the_bytes(layers):
     bfloat16_values(layers)
