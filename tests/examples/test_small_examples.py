@@ -102,6 +102,14 @@ def test_adapting_with_lora_and_then_a_head(
     assert "use it with length_policy='length_head'" in capsys.readouterr().out
 
 
+def test_comparing_loops(prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    example = load_example("compare_loop_overhead", monkeypatch)
+    assert example.main(["--prompts", str(prompts), "--limit", "2", "--max-new-tokens", "8"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["prompts"] == 2
+    assert found["adaflash_ms_per_round"] > 0 and found["transformers_ms_per_round"] > 0
+
+
 def test_exporting(
     drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
