@@ -15,6 +15,7 @@ from .commands.card import card
 from .commands.convert import convert
 from .commands.demo import demo
 from .commands.doctor import doctor
+from .commands.evaluate import app as evaluate
 from .commands.export import export
 from .commands.generate import generate
 from .commands.inspect import inspect
@@ -49,6 +50,7 @@ app.command()(inspect)
 app.command()(card)
 app.command()(doctor)
 app.add_typer(ablate, name="ablate")
+app.add_typer(evaluate, name="evaluate")
 app.add_typer(online, name="online")
 app.add_typer(serve, name="serve")
 

@@ -6,6 +6,7 @@ and results are what the text says. The same code on the real model is the demo'
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -22,6 +23,7 @@ from tiny_models import tiny_target
 from adaflash_hf import cli, embedded_target
 from adaflash_hf.commands.options import DraftProposal, LengthPolicy
 from adaflash_hf.embedded_target import LoadedTarget
+from adaflash_hf.evaluation.speed import headline_table, headline_text
 from adaflash_hf.generation import cost_aware_policy
 from adaflash_hf.generation.cost_table import CostTable
 
@@ -105,6 +107,20 @@ def test_other_shell_lines(name):
         if (script := next((word for word in words if word.startswith("examples/")), None)) is not None:
             source = (ROOT / script).read_text(encoding="utf-8")
             assert [word for word in words if word.startswith("--") and f'"{word}"' not in source] == [], line
+
+
+def test_the_headline_is_what_was_measured():
+    """Its numbers are those of the committed results; `adaflash evaluate speed` prints the lines to put there."""
+    result = json.loads((ROOT / "results" / "speed" / "results.json").read_text(encoding="utf-8"))
+    assert headline_table(result).splitlines()[-1] in README.splitlines()
+    assert headline_text(result) in " ".join(README.split())
+
+
+def test_committed_results_name_no_place():
+    for path in (ROOT / "results").rglob("*"):
+        if path.suffix in (".json", ".md"):
+            text = path.read_text(encoding="utf-8")
+            assert not re.search(r"/(home|root|tmp|work|Users)/", text), path
 
 
 def test_make_targets_are_shown():

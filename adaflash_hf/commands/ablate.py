@@ -39,13 +39,19 @@ class Compare(StrEnum):
     CLIP_THRESHOLD = "clip_threshold"
     CLIP = "clip"
     VOCABULARY = "vocabulary"
+    BLOCK = "block"
+    START = "start"
     HEADS = "heads"
 
+
+_ONLY_IF_ASKED = (Compare.BLOCK, Compare.START, Compare.HEADS)
 
 OutOption = Annotated[Path, typer.Option("--out", help="Directory for results; what is finished there is kept.")]
 CompareOption = Annotated[
     list[Compare] | None,
-    typer.Option("--compare", help="May be repeated.  [default: all; heads only with a trained drafter]"),
+    typer.Option(
+        "--compare", help="May be repeated.  [default: all but block and start; heads only with a trained drafter]"
+    ),
 ]
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Steps of each drafter: the budget.")]
 HeadLearningRateOption = Annotated[float, typer.Option("--head-learning-rate", help="Learning rate of each head.")]
@@ -116,7 +122,9 @@ def objectives(
             f"`--init` is {init!r} and `--from-scratch` is {from_scratch}; all runs start the same way, so choose one."
         )
     head_drafter = head_drafter or init
-    wanted = compare or [name for name in Compare if name is not Compare.HEADS or head_drafter is not None]
+    wanted = compare or [name for name in Compare if name not in _ONLY_IF_ASKED]
+    if compare is None and head_drafter is not None:
+        wanted.append(Compare.HEADS)
     if Compare.HEADS in wanted and head_drafter is None:
         raise InvalidInputError("`--compare heads` needs a trained drafter; pass it with --head-drafter.")
     check_writable(out)

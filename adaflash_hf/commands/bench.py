@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import InvalidInputError, OutputError
 from .bench_options import (
@@ -18,16 +18,27 @@ from .bench_options import (
     MaxNewTokensOption,
     MethodsOption,
     ModelOption,
+    OsdDrafterOption,
     OutOption,
     PlotsOption,
     RepeatsOption,
     RequestsOption,
+    TemperatureOption,
     Via,
     ViaOption,
     WarmUpTokensOption,
     WorkloadsOption,
 )
-from .options import DeviceOption, DrafterOption, Dtype, DtypeOption, PrepackOption, TargetOption
+from .options import (
+    DeviceOption,
+    DrafterOption,
+    DraftProposal,
+    DraftProposalOption,
+    Dtype,
+    DtypeOption,
+    PrepackOption,
+    TargetOption,
+)
 
 
 if TYPE_CHECKING:
@@ -53,10 +64,13 @@ def bench(
     warm_up_tokens: WarmUpTokensOption = 8,
     ignore_eos: IgnoreEosOption = False,
     via: ViaOption = Via.ENGINE,
+    temperature: TemperatureOption = 0.0,
+    draft_proposal: DraftProposalOption = None,
     target: TargetOption = "smollm2-135m",
     drafter: DrafterOption = None,
     assistant: AssistantOption = None,
     confidence_head: ConfidenceHeadOption = None,
+    osd_drafter: OsdDrafterOption = None,
     dtype: DtypeOption = Dtype.AUTO,
     device: DeviceOption = None,
     prepack: PrepackOption = True,
@@ -84,6 +98,8 @@ def bench(
         warm_up_tokens=warm_up_tokens,
         ignore_eos=ignore_eos,
         via_generate=via is Via.GENERATE,
+        temperature=temperature,
+        draft_proposal=(draft_proposal or DraftProposal.ARGMAX).value,
     )
     asked = [load_workload(name, data_dir) for name in _names(workloads, ["blend"])]
     if plots:
@@ -94,11 +110,21 @@ def bench(
     if base_urls:
         if methods:
             raise InvalidInputError("`--method` and `--base-url` exclude each other: a server decodes as it does.")
+        if temperature:
+            raise InvalidInputError(
+                f"`--temperature` is {temperature:g}, but servers are asked for greedy answers only."
+            )
         report = _bench_servers(base_urls, model, api_key, asked, settings, messages, writer)
     else:
         _check_methods(settings.methods)
+        if draft_proposal is not None and not temperature:
+            raise InvalidInputError(
+                f"`--draft-proposal` is {draft_proposal.value!r}, but drafts are only drawn at random where answers "
+                "are; pass --temperature, too."
+            )
+        extra = _Extra(assistant, confidence_head, osd_drafter)
         models, tokenizer, environment = _load(
-            settings.methods, target, drafter, assistant, confidence_head, dtype.value, device, prepack, messages
+            settings.methods, target, drafter, extra, dtype.value, device, prepack, messages
         )
         report = _bench_models(models, tokenizer, environment, asked, settings, messages, writer)
     Console().print(build_bench_table(report.rows))
@@ -167,12 +193,19 @@ class _Writer:
         self.files = [self._out.with_name(self._out.name + suffix) for suffix in (".json", ".md")]
 
 
+class _Extra(NamedTuple):
+    """Models that only some methods need."""
+
+    assistant: str | None
+    confidence_head: str | None
+    osd_drafter: str | None
+
+
 def _load(
     methods: Sequence[str],
     target: str,
     drafter: str | None,
-    assistant: str | None,
-    confidence_head: str | None,
+    extra: _Extra,
     dtype: str,
     device: str | None,
     prepack: bool,
@@ -185,7 +218,7 @@ def _load(
     from ..evaluation.bench import describe_environment
     from ..evaluation.bench_methods import BenchModels, needs_drafter
     from ..generation.prepacking import prepack_linear_layers
-    from .loading import load_models
+    from .loading import load_drafter, load_models
 
     drafter_model: Any = None
     if any(needs_drafter(name) for name in methods):
@@ -195,16 +228,21 @@ def _load(
         if prepack:
             prepack_linear_layers(target_model)
     assistant_model: Any = None
-    if assistant is not None:
-        assistant_model = load_target(assistant, target_model.dtype, device=target_model.device).model
+    if extra.assistant is not None:
+        assistant_model = load_target(extra.assistant, target_model.dtype, device=target_model.device).model
         if prepack:
             prepack_linear_layers(assistant_model)
     head: Any = None
-    if confidence_head is not None:
-        head = AutoModel.from_pretrained(confidence_head, dtype=target_model.dtype).to(target_model.device).eval()
+    if extra.confidence_head is not None:
+        head = (
+            AutoModel.from_pretrained(extra.confidence_head, dtype=target_model.dtype).to(target_model.device).eval()
+        )
     pad = tokenizer.pad_token_id
-    models = BenchModels(target_model, drafter_model, assistant_model, head, 0 if pad is None else pad)
-    environment = describe_environment(target_model, drafter_model, prepacked=prepack, assistant=assistant)
+    osd = None if extra.osd_drafter is None else load_drafter(extra.osd_drafter, target_model)
+    if osd is not None and prepack:
+        prepack_linear_layers(osd, allow_rounding=True)
+    models = BenchModels(target_model, drafter_model, assistant_model, head, 0 if pad is None else pad, osd)
+    environment = describe_environment(target_model, drafter_model, prepacked=prepack, assistant=extra.assistant)
     return models, tokenizer, environment
 
 

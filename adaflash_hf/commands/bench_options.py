@@ -20,10 +20,12 @@ __all__ = [
     "MaxNewTokensOption",
     "MethodsOption",
     "ModelOption",
+    "OsdDrafterOption",
     "OutOption",
     "PlotsOption",
     "RepeatsOption",
     "RequestsOption",
+    "TemperatureOption",
     "Via",
     "ViaOption",
     "WarmUpTokensOption",
@@ -43,14 +45,19 @@ MethodsOption = Annotated[
     typer.Option(
         "--method",
         "-m",
-        help="plain, dflash[:rows], adaflash[:scale], confidence[:threshold], cost_aware, oracle; transformers, "
-        "transformers_cb, prompt_lookup[:tokens], transformers_dflash, assistant. Repeat it, or separate names by "
-        "commas. Default: plain, dflash, adaflash, cost_aware.",
+        help="plain, dflash[:rows], adaflash[:scale], confidence[:threshold], cost_aware, oracle, osd[:rows]; "
+        "transformers, transformers_cb, prompt_lookup[:tokens], transformers_dflash, transformers_mtp, assistant. "
+        "Repeat it, or separate names by commas. Default: plain, dflash, adaflash, cost_aware.",
     ),
 ]
 WorkloadsOption = Annotated[
     list[str] | None,
-    typer.Option("--workload", "-w", help="gsm8k, humaneval, vicuna, blend, or a file of prompts; default: blend."),
+    typer.Option(
+        "--workload",
+        "-w",
+        help="gsm8k, humaneval, vicuna, blend or another name that `adaflash evaluate list` shows, a file of "
+        "prompts, or a Hub data set as org/name[:split[:column]]; default: blend.",
+    ),
 ]
 ConcurrenciesOption = Annotated[
     list[str] | None, typer.Option("--concurrency", "-c", help="Requests in flight at once; default: 1,8.")
@@ -72,6 +79,13 @@ AssistantOption = Annotated[
 ]
 ConfidenceHeadOption = Annotated[
     str | None, typer.Option("--confidence-head", help="Confidence head for confidence and cost_aware.")
+]
+OsdDrafterOption = Annotated[
+    str | None,
+    typer.Option("--osd-drafter", help="Drafter of the method osd, adapted with --objective forward_kl."),
+]
+TemperatureOption = Annotated[
+    float, typer.Option("--temperature", min=0.0, help="0 is greedy; above, answers are sampled.")
 ]
 DataDirOption = Annotated[
     Path | None,

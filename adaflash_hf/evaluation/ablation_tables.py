@@ -18,6 +18,8 @@ _TITLES = {
     "clip_threshold": "Threshold δ of the clipped entries",
     "clip": "What is clipped, at δ = 0.01",
     "vocabulary": "Softmax of the training loss (decoding always drafts from all tokens)",
+    "block": "Rows of a block that see each other both ways, or only those before",
+    "start": "What a new drafter starts from",
     "heads": "Length labels and heads, on a frozen drafter",
 }
 _DOMAIN = "acceptance_length_"
@@ -46,7 +48,7 @@ def ablation_results(
         "common": vars(common),
         "seeds": list(seeds),
         "comparisons": {
-            name: {row: {"key": variant.key, **variant.settings} for row, variant in rows.items()}
+            name: {row: {"key": variant.key, **variant.settings, **variant.config} for row, variant in rows.items()}
             for name, rows in comparisons.items()
         },
         "runs": [
@@ -111,7 +113,7 @@ def _drafters_table(
         }
     )
     header = ["", "tau", f"against {reference}", *(f"tau {name.removeprefix(_DOMAIN)}" for name in domains)]
-    header += ["hard loss", "clipped", "seeds", "training s"]
+    header += ["spread over domains", "hard loss", "clipped", "seeds", "training s"]
     lines = []
     for label, variant in rows.items():
         runs = by_key.get(variant.key, {})
@@ -126,6 +128,7 @@ def _drafters_table(
                 _over_seeds(runs, "acceptance_length"),
                 "-" if label == reference else mean_and_spread(differences),
                 *(_over_seeds(runs, name) for name in domains),
+                _over_seeds(runs, f"{_DOMAIN}spread"),
                 _over_seeds(runs, "hard_loss"),
                 _over_seeds(runs, "clipped_share"),
                 str(len(runs)),

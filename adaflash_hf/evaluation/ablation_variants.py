@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import InvalidInputError
@@ -12,12 +12,14 @@ from ..errors import InvalidInputError
 __all__ = ["COMPARISONS", "REFERENCE", "Variant", "ablation_variants"]
 
 # Order of the tables in a report, and the row that the others of a table are compared with.
-COMPARISONS = ("objective", "hard_label_weight", "clip_threshold", "clip", "vocabulary", "heads")
+COMPARISONS = ("objective", "hard_label_weight", "clip_threshold", "clip", "vocabulary", "block", "start", "heads")
 REFERENCE = {
     "objective": "mixture, entries clipped (AdaFlash)",
     "hard_label_weight": "α = 0.8",
     "clip_threshold": "δ = 0.01",
     "clip": "each entry (paper)",
+    "block": "both ways (DFlash)",
+    "start": "the target's layers",
     "heads": "hindsight labels",
 }
 
@@ -37,12 +39,16 @@ class Variant:
         trains: The drafter, a head on a frozen one, or nothing: the drafter as it was.
         settings: Fields of `DrafterTrainingArguments` in which variants differ.
         head_type: Shape of a new length head.
+        config: Fields of `DFlashDrafterConfig` in which its drafter differs from that of the others.
+        is_random: Whether its drafter starts from random weights, whatever the others start from.
     """
 
     key: str
     trains: Literal["drafter", "length_head", "confidence_head", "nothing"] = "drafter"
     settings: Mapping[str, Any] = field(default_factory=dict)
     head_type: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    is_random: bool = False
 
     @property
     def head_of_trained(self) -> bool:
@@ -77,6 +83,8 @@ def ablation_variants(
         "vocabulary": lambda: {
             f"{size} tokens" if size else "all tokens": _with_vocabulary(_mixture(), size) for size in vocabulary_sizes
         },
+        "block": _blocks,
+        "start": _starts,
         "heads": lambda: _heads(length_scale),
     }
     unknown = [name for name in comparisons if name not in builders]
@@ -126,6 +134,23 @@ def _clips() -> dict[str, Variant]:
     }
 
 
+def _blocks() -> dict[str, Variant]:
+    mixture = _mixture()
+    causal = replace(mixture, key=f"{mixture.key}-causal", config={"is_causal": True})
+    both = replace(mixture, key=f"{mixture.key}-both", config={"is_causal": False})
+    return {"both ways (DFlash)": both, "causal": causal}
+
+
+def _starts() -> dict[str, Variant]:
+    mixture, hard = _mixture(), _objectives()["cross-entropy (DFlash)"]
+    return {
+        "the target's layers": mixture,
+        "the target's layers, cross-entropy": hard,
+        "at random": replace(mixture, key=f"{mixture.key}-random", is_random=True),
+        "at random, cross-entropy": replace(hard, key=f"{hard.key}-random", is_random=True),
+    }
+
+
 def _heads(length_scale: float) -> dict[str, Variant]:
     truncated = {"length_labels": "truncated", "length_scale": length_scale}
     return {
@@ -167,4 +192,4 @@ def _with_vocabulary(variant: Variant, size: int) -> Variant:
     if variant.trains != "drafter":
         return variant
     settings = {**variant.settings, "vocabulary_size": size or None}
-    return Variant(f"{variant.key}-v{size or 'all'}", variant.trains, settings, variant.head_type)
+    return replace(variant, key=f"{variant.key}-v{size or 'all'}", settings=settings)

@@ -187,7 +187,7 @@ def run_ablations(
         was_done = run is not None
         if run is None:
             # A head is attached to a copy, so that the next one finds the drafter as it was.
-            drafter = copy.deepcopy(trained_drafter) if variant.head_of_trained else new_drafter(seed)
+            drafter = copy.deepcopy(trained_drafter) if variant.head_of_trained else _start(variant, seed, new_drafter)
             assert drafter is not None
             if variant.head_of_trained and not blocks:
                 blocks = _blocks_of_heads(drafter, target_model, data, common)
@@ -197,6 +197,23 @@ def run_ablations(
         if on_run is not None:
             on_run(run, was_done)
     return [run for run in kept if run is not None]
+
+
+def _start(variant: Variant, seed: int, new_drafter: Callable[[int], DFlashDrafterModel]) -> DFlashDrafterModel:
+    """The drafter that a run starts from, of the variant's own configuration and, if it says so, random weights."""
+    drafter = new_drafter(seed)
+    if not variant.config and not variant.is_random:
+        return drafter
+    config = copy.deepcopy(drafter.config)
+    for name, value in variant.config.items():
+        setattr(config, name, value)
+    set_seed(seed)
+    changed = type(drafter)(config).to(drafter.device, drafter.dtype)
+    if not variant.is_random:
+        changed.load_state_dict(drafter.state_dict())
+    elif drafter.draft_token_ids is not None:
+        changed.set_draft_vocabulary(drafter.draft_token_ids)
+    return changed
 
 
 def _train(

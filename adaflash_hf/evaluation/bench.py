@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..embedded_target import default_dtype
 from ..errors import AdaFlashError, InvalidInputError
 from ..generation.prepacking import PrepackedLinear
 from ..training.prompts import encode_prompts
-from .bench_methods import REFERENCE_METHODS, BenchMethod, BenchModels, build_method
+from .bench_methods import REFERENCE_METHODS, BenchMethod, BenchModels, Sampling, build_method
 from .bench_results import PLAIN, Agreement, BenchRow, MethodRun, summarise
 from .comparison import find_first_difference
 from .workloads import Workload
@@ -46,6 +47,8 @@ class BenchSettings:
         warm_up_tokens: Longest answer of the untimed runs before.
         ignore_eos: Whether every answer runs to its full length.
         via_generate: Whether our methods decode in `generate()` in place of the engine.
+        temperature: 0 is greedy. Above, answers are drawn at random and cannot be compared.
+        draft_proposal: `"argmax"` or `"sample"`, how drafts are chosen when sampling.
 
     Raises:
         InvalidInputError: If nothing could be concluded from the numbers.
@@ -59,6 +62,8 @@ class BenchSettings:
     warm_up_tokens: int = 8
     ignore_eos: bool = False
     via_generate: bool = False
+    temperature: float = 0.0
+    draft_proposal: str = "argmax"
 
     def __post_init__(self) -> None:
         if not self.methods or not self.concurrencies:
@@ -70,6 +75,8 @@ class BenchSettings:
             )
         if min(self.concurrencies) < 1:
             raise InvalidInputError(f"`concurrencies` is {list(self.concurrencies)}; at least one request runs.")
+        if self.temperature < 0:
+            raise InvalidInputError(f"`temperature` is {self.temperature}; it must be 0 (greedy) or more.")
         if self.repeats < 1:
             raise InvalidInputError(f"`repeats` is {self.repeats}; it must be at least 1.")
         if self.max_new_tokens < _LEAST_NEW_TOKENS:
@@ -145,17 +152,23 @@ def describe_environment(target: PreTrainedModel | None = None, drafter: Any = N
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
             "dtype": str(target.dtype).removeprefix("torch."),
-            "target": target.name_or_path,
+            "target": _name(target),
             "target_parameters": target.num_parameters(),
             "attention": target.config._attn_implementation,
         }
     if drafter is not None:
         environment |= {
-            "drafter": drafter.name_or_path,
+            "drafter": _name(drafter),
             "drafter_parameters": drafter.num_parameters(),
             "block_size": drafter.config.block_size,
         }
     return environment | more
+
+
+def _name(model: PreTrainedModel) -> str:
+    """Where a directory lies means nothing elsewhere."""
+    path = Path(model.name_or_path)
+    return path.name if path.is_dir() else str(model.name_or_path)
 
 
 def _processor_name() -> str:
@@ -204,6 +217,8 @@ def run_bench(
     """
     names = list(settings.methods) if PLAIN in settings.methods else [PLAIN, *settings.methods]
     methods = [build_method(name, models, settings.via_generate) for name in names]
+    for method in methods:
+        method.sampling = Sampling(settings.temperature, settings.draft_proposal)
     report = BenchReport(
         environment or describe_environment(models.target, models.drafter),
         {**asdict(settings), "methods": names, "workloads": [workload.name for workload in workloads]},
@@ -278,9 +293,11 @@ def _run_cell(
             if runs[PLAIN]:
                 method.learn_answers(runs[PLAIN][0].token_ids or [])
             runs[method.name].append(method.run(prompts, concurrency, settings.max_new_tokens))
+    is_greedy = not settings.temperature
     judge = _Judge(models.target, prompts, runs[PLAIN][0].token_ids or [])
     for method in ready:
-        on_step(f"{where}: comparing the tokens of {method.name}")
+        if is_greedy:
+            on_step(f"{where}: comparing the tokens of {method.name}")
         report.rows.append(
             summarise(
                 method.name,
@@ -290,7 +307,7 @@ def _run_cell(
                 len(prompts),
                 runs[PLAIN],
                 runs.get(_TRANSFORMERS),
-                judge.agreement([run.token_ids for run in runs[method.name]]),
+                judge.agreement([run.token_ids for run in runs[method.name]]) if is_greedy else None,
             )
         )
 

@@ -39,19 +39,51 @@ if TYPE_CHECKING:
 __all__ = [
     "DRAFTING_METHODS",
     "METHODS",
+    "OSD",
     "REFERENCE_METHODS",
     "BenchMethod",
     "BenchModels",
+    "Sampling",
     "build_method",
     "needs_drafter",
     "split_method_name",
 ]
 
 DRAFTING_METHODS = ("dflash", "adaflash", "confidence", "cost_aware", "oracle")
-REFERENCE_METHODS = ("transformers", "transformers_cb", "prompt_lookup", "transformers_dflash", "assistant")
-METHODS = (PLAIN, *DRAFTING_METHODS, *REFERENCE_METHODS)
-_WITH_PARAMETER = ("dflash", "adaflash", "confidence", "prompt_lookup")
+REFERENCE_METHODS = (
+    "transformers",
+    "transformers_cb",
+    "prompt_lookup",
+    "transformers_dflash",
+    "transformers_mtp",
+    "assistant",
+)
+# Whole blocks of another drafter, such as one that was adapted by online speculative decoding.
+OSD = "osd"
+METHODS = (PLAIN, *DRAFTING_METHODS, OSD, *REFERENCE_METHODS)
+_WITH_PARAMETER = ("dflash", "adaflash", "confidence", OSD, "prompt_lookup")
 _PROMPT_LOOKUP_TOKENS = 10
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """
+    How tokens are chosen.
+
+    Attributes:
+        temperature: 0 is greedy.
+        draft_proposal: `"argmax"` or `"sample"`, how drafts are chosen above 0.
+    """
+
+    temperature: float = 0.0
+    draft_proposal: str = "argmax"
+
+    @property
+    def generate_kwargs(self) -> dict[str, Any]:
+        """Arguments of `generate()`: the target's own distribution, whatever its generation config cuts off."""
+        if not self.temperature:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
 
 
 @dataclass(frozen=True)
@@ -65,6 +97,7 @@ class BenchModels:
         assistant: A small model of the same vocabulary; None if no method uses one.
         confidence_head: In place of the drafter's own probabilities, for `confidence` and `cost_aware`.
         pad_token_id: Fills up short prompts of a padded batch.
+        osd_drafter: The drafter of the method `osd`.
     """
 
     target: PreTrainedModel
@@ -72,6 +105,7 @@ class BenchModels:
     assistant: PreTrainedModel | None = None
     confidence_head: ConfidenceHeadModel | None = None
     pad_token_id: int = 0
+    osd_drafter: DFlashDrafterModel | None = None
 
 
 class BenchMethod(ABC):
@@ -80,7 +114,10 @@ class BenchMethod(ABC):
 
     Attributes:
         name: As it was asked for.
+        sampling: Of all runs; greedy unless it is set.
     """
+
+    sampling = Sampling()
 
     def __init__(self, name: str, models: BenchModels) -> None:
         self.name = name
@@ -101,7 +138,7 @@ class BenchMethod(ABC):
 
     def run(self, prompts: Sequence[list[int]], concurrency: int, max_new_tokens: int) -> MethodRun:
         """
-        Answers all prompts, greedily.
+        Answers all prompts.
 
         Args:
             prompts (`Sequence[list[int]]`):
@@ -146,7 +183,13 @@ class EngineMethod(BenchMethod):
             length_policy=self._policy,
             max_concurrency=concurrency,
             max_queue=max_queue,
+            draft_proposal=self.sampling.draft_proposal,
         )
+
+    def reason_to_skip(self, concurrency: int) -> str | None:
+        if self.sampling.temperature and isinstance(self._policy, OraclePolicy):
+            return "no oracle knows what will be sampled"
+        return None
 
     def prepare(self, concurrency: int) -> None:
         self._engine(concurrency).prepare()
@@ -155,7 +198,11 @@ class EngineMethod(BenchMethod):
         engine = self._engine(concurrency, max_queue=len(prompts) + 1)
         engine.prepare()
         # Submitting is the work of a server's other threads, so it comes before the clock.
-        handles = [engine.submit(ids, max_new_tokens=max_new_tokens, do_sample=False) for ids in prompts]
+        chosen = self.sampling.generate_kwargs
+        handles = [
+            engine.submit(ids, seed=number, max_new_tokens=max_new_tokens, **chosen)
+            for number, ids in enumerate(prompts)
+        ]
         if isinstance(self._policy, OraclePolicy):
             for handle, answer in zip(handles, self._answers, strict=True):
                 self._policy.tell(handle.request_id, answer)
@@ -216,6 +263,8 @@ class GenerateMethod(BenchMethod):
     def reason_to_skip(self, concurrency: int) -> str | None:
         if self._is_single and concurrency > 1:
             return "transformers decodes one prompt at a time this way"
+        if self.sampling.temperature and isinstance(self._policy, OraclePolicy):
+            return "no oracle knows what will be sampled"
         return None
 
     def _run(self, prompts: Sequence[list[int]], concurrency: int, max_new_tokens: int) -> MethodRun:
@@ -245,10 +294,12 @@ class GenerateMethod(BenchMethod):
     def _generate(self, prompts: Sequence[list[int]], max_new_tokens: int, timer: StepTimer) -> list[list[int]]:
         pad = self._models.pad_token_id
         inputs = {name: tensor.to(self._device) for name, tensor in left_padded(prompts, pad).items()}
-        policy = {} if self._policy is None else {"length_policy": self._policy}
+        policy: dict[str, Any] = {} if self._policy is None else {"length_policy": self._policy}
+        if policy and self.sampling.temperature:
+            policy["draft_proposal"] = self.sampling.draft_proposal
         output = self._models.target.generate(
             **inputs,
-            do_sample=False,
+            **self.sampling.generate_kwargs,
             max_new_tokens=max_new_tokens,
             pad_token_id=pad,
             streamer=timer,
@@ -277,7 +328,7 @@ class ContinuousBatchingMethod(BenchMethod):
         )
         config = GenerationConfig(
             max_new_tokens=max_new_tokens,
-            do_sample=False,
+            **self.sampling.generate_kwargs,
             # It does not know what None means; no token has this id.
             eos_token_id=sorted(eos_token_ids_of(self._models.target)) or -1,
             pad_token_id=self._models.pad_token_id,
@@ -323,6 +374,8 @@ def build_method(name: str, models: BenchModels, via_generate: bool = False) -> 
     _check_models(base, name, models)
     if base in REFERENCE_METHODS:
         return _build_reference(base, name, parameter, models)
+    if base == OSD:
+        base, models = "dflash", replace(models, drafter=models.osd_drafter)
     policy = None if base == PLAIN else _build_policy(base, parameter, models, via_generate)
     if not via_generate:
         return EngineMethod(name, models, policy)
@@ -358,6 +411,8 @@ def _check_models(base: str, name: str, models: BenchModels) -> None:
             f"`method` is {name!r}, but the drafter has no length head; leave the method out, or train a head with "
             "`adaflash train --only length-head`."
         )
+    if base == OSD and models.osd_drafter is None:
+        raise InvalidInputError(f"`method` is {name!r}, which needs a drafter of its own; pass --osd-drafter.")
     if base == "assistant" and models.assistant is None:
         raise InvalidInputError("`method` is 'assistant', which needs a small model; pass --assistant.")
 
@@ -388,6 +443,7 @@ def _build_reference(base: str, name: str, parameter: str | None, models: BenchM
         "transformers": {},
         "prompt_lookup": {"prompt_lookup_num_tokens": _parameter(base, parameter, int, _PROMPT_LOOKUP_TOKENS)},
         "transformers_dflash": {"assistant_model": models.drafter, "speculation_type": "dflash"},
+        "transformers_mtp": {"use_mtp": True},
         "assistant": {"assistant_model": models.assistant},
     }
     return GenerateMethod(name, models, kwargs[base], single=base != "transformers")

@@ -40,6 +40,7 @@ class PromptDataset:
         subset: Configuration of a data set that has several.
         column: Field with the prompt; by default the first one with a known name.
         domain: Label of the prompts; by default each record's own field `domain`, or the name of the data set.
+        revision: Branch, tag or commit on the Hub; the newest by default.
     """
 
     name: str
@@ -47,6 +48,7 @@ class PromptDataset:
     subset: str | None = None
     column: str | None = None
     domain: str | None = None
+    revision: str | None = None
 
     @property
     def is_local(self) -> bool:
@@ -118,7 +120,9 @@ def _open(source: PromptDataset, *, is_streaming: bool) -> Any:
         if any((path / name).is_file() for name in _SAVED_TO_DISK):
             saved = datasets.load_from_disk(str(path))
             return saved[source.split] if isinstance(saved, datasets.DatasetDict) else saved
-        return datasets.load_dataset(source.name, source.subset, split=source.split, streaming=is_streaming)
+        return datasets.load_dataset(
+            source.name, source.subset, split=source.split, streaming=is_streaming, revision=source.revision
+        )
     except (*hub_errors(), ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInputError(

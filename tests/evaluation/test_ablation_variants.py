@@ -37,7 +37,12 @@ def test_equal_variants_are_trained_once_and_different_ones_never_mixed_up():
         for variant in rows.values():
             assert by_key.setdefault(variant.key, variant) == variant
     settings = [
-        (variant.trains, variant.head_type, tuple(sorted(map(repr, variant.settings.items()))))
+        (
+            variant.trains,
+            variant.head_type,
+            variant.is_random,
+            str([*variant.settings.items(), *variant.config.items()]),
+        )
         for variant in by_key.values()
     ]
     assert len(set(settings)) == len(settings)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adaflash_hf import InvalidInputError
-from adaflash_hf.evaluation.workloads import WORKLOADS, load_workload
+from adaflash_hf.evaluation.workloads import load_workload
 
 
 @pytest.mark.parametrize(("name", "domain"), [("gsm8k", "maths"), ("humaneval", "code"), ("vicuna", "chat")])
@@ -23,7 +23,6 @@ def test_blend_takes_turns() -> None:
     blend = load_workload("blend")
     assert [prompt.domain for prompt in blend.prompts[:4]] == ["maths", "code", "chat", "maths"]
     assert len(blend.prompts) == 192
-    assert set(WORKLOADS) == {"gsm8k", "humaneval", "vicuna", "blend"}
 
 
 def test_whole_files(tmp_path: Path) -> None:

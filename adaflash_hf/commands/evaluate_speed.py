@@ -1,0 +1,143 @@
+"""`adaflash evaluate speed`: the headline of the README, measured on one prompt at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import InvalidInputError
+from .bench_options import DataDirOption, MaxNewTokensOption
+from .options import DeviceOption, DrafterOption, Dtype, DtypeOption, LengthPolicy, PrepackOption, TargetOption
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..training.prompts import Prompt
+
+
+__all__ = ["run_speed", "speed"]
+
+WorkloadOption = Annotated[
+    str, typer.Option("--workload", "-w", help="Name, file of prompts or Hub data set; see adaflash evaluate list.")
+]
+LimitOption = Annotated[int, typer.Option("--limit", min=1, help="Prompts, the first ones.")]
+PolicyOption = Annotated[
+    LengthPolicy, typer.Option("--length-policy", help="Who decides how much of a draft is verified.")
+]
+
+
+def speed(
+    workload: WorkloadOption = "gsm8k",
+    limit: LimitOption = 12,
+    max_new_tokens: MaxNewTokensOption = 80,
+    length_policy: PolicyOption = LengthPolicy.COST_AWARE,
+    target: TargetOption = "smollm2-135m",
+    drafter: DrafterOption = None,
+    dtype: DtypeOption = Dtype.AUTO,
+    device: DeviceOption = None,
+    prepack: PrepackOption = True,
+    data_dir: DataDirOption = None,
+    out: Path = Path("speed"),
+) -> None:
+    """Plain `generate()`, prepacked weights alone, and AdaFlash, in turn on one prompt at a time."""
+    from rich.console import Console
+
+    from ..evaluation.result_files import write_results
+    from ..evaluation.speed import speed_sections
+    from ..evaluation.workloads import load_workload
+
+    prompts = load_workload(workload, data_dir).prompts[:limit]
+    result = run_speed(
+        workload if not Path(workload).exists() else Path(workload).name,
+        prompts,
+        target=target,
+        drafter=drafter,
+        dtype=dtype.value,
+        device=device,
+        prepack=prepack,
+        max_new_tokens=max_new_tokens,
+        length_policy=length_policy.value,
+        console=Console(stderr=True),
+    )
+    sections = speed_sections(result)
+    write_results(out, result, "Speed of one request at a time", sections)
+    Console().print("\n\n".join(sections[:3]), highlight=False, markup=False, soft_wrap=True)
+
+
+def run_speed(
+    source: str,
+    prompts: Sequence[Prompt],
+    *,
+    target: str,
+    drafter: str | None,
+    dtype: str,
+    device: str | None,
+    prepack: bool,
+    max_new_tokens: int,
+    length_policy: str,
+    console: Console,
+) -> dict[str, Any]:
+    """
+    Load the models, measure, and say with what.
+
+    Args:
+        source (`str`):
+            Where the prompts come from, as results name it.
+        prompts (`Sequence[Prompt]`):
+            What to ask.
+        target (`str`):
+            Value of `--target`.
+        drafter (`str`, *optional*):
+            Value of `--drafter`.
+        dtype (`str`):
+            Value of `--dtype`.
+        device (`str`, *optional*):
+            Value of `--device`.
+        prepack (`bool`):
+            Value of `--prepack`.
+        max_new_tokens (`int`):
+            Longest answer.
+        length_policy (`str`):
+            Of the drafted side.
+        console (`rich.console.Console`):
+            Where progress is shown.
+
+    Returns:
+        `dict[str, Any]`: of [`measure_speed`], after `environment` and `settings`
+    """
+    from rich.progress import Progress
+
+    from ..evaluation.bench import describe_environment
+    from ..evaluation.speed import measure_speed
+    from ..generation.prepacking import PrepackedLinear
+    from ..training.prompts import encode_prompts
+    from .loading import load_models
+
+    if not prompts:
+        raise InvalidInputError(f"`prompts` of {source!r} are none; give a larger --limit or another workload.")
+    models = load_models(target, drafter, dtype, device, prepack, console)
+    is_prepacked = any(isinstance(module, PrepackedLinear) for module in models.target_model.modules())
+    with Progress(console=console) as progress:
+        task = progress.add_task("Decoding", total=len(prompts))
+        measured = measure_speed(
+            models.target_model,
+            models.drafter,
+            encode_prompts(models.tokenizer, prompts),
+            max_new_tokens=max_new_tokens,
+            length_policy=length_policy,
+            on_prompt=lambda comparison: progress.advance(task),
+        )
+    settings = {
+        "prompts": source,
+        "limit": len(prompts),
+        "max_new_tokens": max_new_tokens,
+        "length_policy": length_policy,
+        "dtype": dtype,
+        "prepack": prepack,
+    }
+    environment = describe_environment(models.target_model, models.drafter, prepacked=is_prepacked)
+    return {"environment": environment, "settings": settings, **measured}

@@ -1,0 +1,143 @@
+"""`adaflash evaluate` on tiny models: files, tables of each kind, others' figures marked, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from published_drafters import adapted_drafter
+from stand_ins import SPECIAL_TOKENS, byte_target, load_byte_target
+from tiny_trajectories import make_trajectories
+
+from adaflash_hf.cli import main
+from adaflash_hf.evaluation.experiments import EXPERIMENTS
+
+
+@pytest.fixture(autouse=True)
+def tiny_targets(monkeypatch):
+    load_byte_target(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory):
+    path = tmp_path_factory.mktemp("drafter")
+    adapted_drafter(vocab_size=len(SPECIAL_TOKENS) + 256).save_pretrained(path)
+    return path
+
+
+def run(*arguments):
+    return main(["evaluate", *map(str, arguments)])
+
+
+def results(directory, name):
+    path = directory / name / "results"
+    return json.loads(path.with_suffix(".json").read_text()), path.with_suffix(".md").read_text()
+
+
+def test_the_list_names_every_experiment_and_workload(capsys):
+    assert run("list") == 0
+    shown = capsys.readouterr().out
+    assert all(f" {name} " in shown for name in EXPERIMENTS)
+    for workload in "gsm8k math500 mathqa humaneval mbpp codealpaca opencodeinstruct sharegpt mtbench aime25".split():
+        assert f" {workload} " in shown
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_help(name, capsys):
+    assert run(name, "--help") == 0
+    shown = capsys.readouterr().out
+    assert "--out" in shown and "--no-plots" in shown and f"evaluate {name}" in shown
+
+
+def test_speed(drafter, tmp_path, capsys):
+    arguments = ("--limit", 2, "--max-new-tokens", 8, "--length-policy", "fixed", "--drafter", drafter)
+    assert run("speed", *arguments, "--out", tmp_path) == 0
+    data, page = results(tmp_path, "speed")
+    assert data["prompts"] == len(data["per_prompt"]) == data["identical"] == 2
+    assert data["settings"]["prompts"] == "gsm8k" and data["environment"]["drafter"] == drafter.name
+    assert "All answers are those of plain decoding" in page and "DFlash, Qwen3-8B, *theirs*" in page
+    assert {path.name for path in (tmp_path / "speed").glob("*.png")} == {
+        "results-published.png", "results-speedup.png"
+    }  # fmt: skip
+    assert str(tmp_path) not in json.dumps(data)
+
+
+def test_a_benchmark_with_other_defaults(drafter, tmp_path, capsys):
+    assert EXPERIMENTS["gamma"].settings["methods"][2:] == [
+        "adaflash:1.0", "adaflash:1.15", "adaflash:1.3", "adaflash:1.6", "adaflash:2.0"
+    ]  # fmt: skip
+    small = ("--concurrency", 2, "--requests", 2, "--max-new-tokens", 8, "--drafter", drafter, "--no-plots")
+    assert run("gamma", "--method", "adaflash:1.0,adaflash:2.0", *small, "--out", tmp_path) == 0
+    data, page = results(tmp_path, "gamma")
+    assert [row["method"] for row in data["results"]] == ["plain", "adaflash:1.0", "adaflash:2.0"]
+    assert {row["repeats"] for row in data["results"]} == {2}
+    assert data["published"][0]["measured_here"] is False and "γ = 1.3" in page
+    assert page.startswith("# gamma: The scale γ") and not list(tmp_path.rglob("*.png"))
+
+
+def test_positions_and_the_spread_over_domains(drafter, tmp_path):
+    small = ("--requests", 1, "--max-new-tokens", 8, "--drafter", drafter)
+    assert run("positions", *small, "--workload", "gsm8k", "--out", tmp_path) == 0
+    _, page = results(tmp_path, "positions")
+    assert "| gsm8k | dflash | " in page and "draft 3" in page and "0.88 of the first drafts" in page
+    one_method = ("--method", "dflash", "--repeats", 1, "--no-plots")
+    assert run("domains", *small, *one_method, "--workload", "gsm8k,humaneval", "--out", tmp_path) == 0
+    data, page = results(tmp_path, "domains")
+    taus = [row["acceptance_length"] for row in data["results"] if row["method"] == "dflash"]
+    assert f"| dflash | {sum(taus) / 2:.3f} | {min(taus):.3f} | {max(taus):.3f} |" in page
+    assert "| gsm8k |" in page and "6.55" in page
+
+
+def test_one_setting_after_the_other(drafter, tmp_path):
+    small = ("--method", "dflash", "--requests", 1, "--repeats", 1, "--workload", "gsm8k", "--max-new-tokens", 8)
+    assert run("sampling", *small, "--drafter", drafter, "--out", tmp_path) == 0
+    data, page = results(tmp_path, "sampling")
+    assert [(row["workload"], row["method"]) for row in data["results"]] == [
+        (f"gsm8k, {kind} drafts", method) for kind in ("argmax", "sampled") for method in ("plain", "dflash")
+    ]
+    assert {row["identical"] for row in data["results"]} == {None}  # answers drawn at random are not compared
+    assert data["settings"]["sweep"]["sampled drafts"]["draft_proposal"] == "sample"
+    assert "## gsm8k, argmax drafts" in page and "temperature 1, *theirs*" in page
+    assert (tmp_path / "sampling" / "results-tau.png").is_file()
+
+
+@pytest.fixture(scope="module")
+def trajectories(tmp_path_factory):
+    return make_trajectories(tmp_path_factory.mktemp("trajectories"), byte_target(), teacher_top_k=4)
+
+
+def test_ablations_start_from_scratch(trajectories, tmp_path):
+    sizes = ("--layers", 1, "--block-size", 4, "--steps", 1, "--anchors", 4, "--held-out", 3, "--seed", 0)
+    data = ("--trajectories", trajectories, "--out", tmp_path)
+    assert run("causal", *data, *sizes) == 0
+    found, page = results(tmp_path, "causal")
+    assert [row["is_causal"] for row in found["comparisons"]["block"].values()] == [False, True]
+    first, second = (run["metrics"]["acceptance_length"] for run in found["runs"])
+    assert first >= 1 and second >= 1 and "spread over domains" in page and "both ways (DFlash), ours" in page
+    assert (tmp_path / "causal" / "results-block.png").is_file()
+    assert run("scratch", *data, *sizes, "--no-plots") == 0
+    found, page = results(tmp_path, "scratch")
+    losses = [run["metrics"]["hard_loss"] for run in found["runs"]]
+    assert len(set(losses)) == 4 and "AdaFlash from scratch, Qwen3-1.7B, *theirs*" in page
+
+
+def test_heads_are_compared_on_a_trained_drafter(trajectories, drafter, tmp_path):
+    budget = ("--head-steps", 1, "--anchors", 4, "--held-out", 3, "--seed", 0, "--head-drafter", drafter)
+    assert run("head", "--trajectories", trajectories, "--out", tmp_path, *budget) == 0
+    found, page = results(tmp_path, "head")
+    assert len(found["runs"]) == 5 and all(run["head"] for run in found["runs"])
+    assert "Beside published figures" not in page and (tmp_path / "head" / "results-heads.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("mtp",), "num_mtp_layers"),
+        (("servers",), "`--base-url` is not given"),
+        (("sampling", "--workload", "gsm9k"), "neither one of gsm8k"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments, message, tmp_path, capsys):
+    assert run(*arguments, "--out", tmp_path) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
