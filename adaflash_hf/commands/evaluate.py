@@ -18,6 +18,7 @@ from ..evaluation.experiments import EXPERIMENTS, Experiment
 from .ablate import Compare, objectives
 from .bench import bench
 from .bench_options import PlotsOption
+from .evaluate_shift import cross_domain, online
 from .evaluate_speed import speed
 
 
@@ -159,6 +160,14 @@ def _ablation(directory: Path, *, plots: bool, **options: Any) -> None:
     objectives(**options, from_scratch=options["init"] is None, out=directory)
 
 
+def _online(directory: Path, **options: Any) -> None:
+    online(**options, out=directory)
+
+
+def _cross_domain(directory: Path, **options: Any) -> None:
+    cross_domain(**options, out=directory)
+
+
 class _Command:
     """
     The command that experiments of one kind stand on.
@@ -189,6 +198,8 @@ _KINDS: dict[str, _Command] = {
     "mtp": _Command(bench, _mtp, _SERVER_OPTIONS),
     "servers": _Command(bench, _servers, _MODEL_OPTIONS),
     "ablation": _Command(objectives, _ablation, ["from_scratch"]),
+    "shift": _Command(online, _online),
+    "cross": _Command(cross_domain, _cross_domain),
 }
 
 
@@ -228,6 +239,5 @@ def _subcommand(experiment: Experiment) -> Callable[..., None]:
 
 
 for _experiment in EXPERIMENTS.values():
-    if _experiment.kind in _KINDS:
-        _help = f"{_experiment.question} About {_duration(_experiment.minutes)}; see `adaflash evaluate list`."
-        app.command(_experiment.name, help=_help)(_subcommand(_experiment))
+    _help = f"{_experiment.question} About {_duration(_experiment.minutes)}; see `adaflash evaluate list`."
+    app.command(_experiment.name, help=_help)(_subcommand(_experiment))

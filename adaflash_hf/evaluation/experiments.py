@@ -174,6 +174,22 @@ EXPERIMENTS: dict[str, Experiment] = {
             sweep={f"{count} tokens": {"max_new_tokens": count} for count in (128, 512, 1024)},
             published=("mlx-long",),
         ),
+        Experiment(
+            "online",
+            "Ways of adapting a drafter while its traffic shifts: OSD, AdaFlash, and AdaFlash without its parts.",
+            "shift",
+            400,
+            {"methods": "static,osd,adaflash,adaflash-lora,adaflash-balanced,adaflash-head-off,adaflash-truncated"},
+            published=("onlinespec",),
+            needs="--data",
+        ),
+        Experiment(
+            "cross-domain",
+            "A drafter trained on one domain, judged on each of them.",
+            "cross",
+            120,
+            needs="--data",
+        ),
     )
 }
 
