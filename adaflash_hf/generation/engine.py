@@ -24,6 +24,7 @@ from .engine_preparation import RequestPreparation
 from .engine_requests import GenerationRequest, RequestState
 from .engine_rounds import EngineRounds
 from .engine_statistics import EngineRecorder, EngineStats
+from .fair_lock import FairLock
 from .length_policies import LengthPolicy, build_length_policy
 from .scheduler import Scheduler, SchedulerConfig
 
@@ -101,7 +102,7 @@ class AdaFlashEngine:
         self._ids = itertools.count()
         self._inbox: deque[GenerationRequest] = deque()
         self._inbox_lock = threading.Lock()
-        self._step_lock = threading.RLock()
+        self._step_lock = FairLock()  # others wait for the end of a round, not until there are none
         self._stepping: int | None = None  # thread that is in a round
         self._end: BaseException | None = None  # what the engine died of
         self._is_prepared = False
@@ -286,8 +287,7 @@ class AdaFlashEngine:
         for request in running:
             self._return(request)
         self._scheduler.sustainable_concurrency = len(running) / 2
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # nothing where there is no GPU
 
     def _finish(self, request: GenerationRequest, reason: FinishReason, error: BaseException | None = None) -> None:
         self._scheduler.remove(request)
@@ -330,10 +330,8 @@ class AdaFlashEngine:
         with self._step_lock:
             self._is_prepared = True
             if self.policy is not None and self.drafter is not None:
-                config = self._scheduler.config
-                self.policy.prepare(
-                    EngineRoundBench(self.target, self.drafter, config.max_concurrency, config.memory_limit_bytes)
-                )
+                limits = self._scheduler.config.max_concurrency, self._scheduler.config.memory_limit_bytes
+                self.policy.prepare(EngineRoundBench(self.target, self.drafter, *limits))
 
     # Waiting
 
@@ -346,8 +344,7 @@ class AdaFlashEngine:
                 raise TimeoutError(f"Request {handle.request_id} is not ready after {timeout} seconds.")
             if self.is_running and self._stepping != threading.get_ident():
                 with handle.changed:
-                    # Not for ever: the thread may be stopped meanwhile.
-                    handle.changed.wait_for(is_ready, 0.5 if left is None else min(left, 0.5))
+                    handle.changed.wait_for(is_ready, min(left or 0.5, 0.5))  # the thread may be stopped meanwhile
             elif not self.step() and not is_ready() and not self.is_running:
                 raise RuntimeError(f"Request {handle.request_id} is neither queued nor finished.")
 
@@ -382,19 +379,20 @@ class AdaFlashEngine:
             raise RuntimeError("A callback must not stop the engine that runs it: call `stop` from another thread.")
         if self._thread.stop(drain, timeout):
             # Requests that came too late to be drained stay; whoever waits for one must see that nobody works on it.
-            for request in self._all_requests():
+            for request in self.all_requests():
                 request.handle.nudge()
         else:
             self.cancel_all()
 
-    def _all_requests(self) -> list[GenerationRequest]:
+    def all_requests(self) -> list[GenerationRequest]:
+        """Those that wait or run between two rounds: within one, a request may be on its way from list to list."""
         with self._step_lock, self._inbox_lock:
             return [*self._inbox, *self._scheduler.running, *self._scheduler.waiting]
 
     def cancel_all(self) -> None:
         """Cancels every request that waits or runs."""
         with self._step_lock:
-            for request in self._all_requests():
+            for request in self.all_requests():
                 request.handle.cancel()
             if self._end is None:
                 self._take_inbox()

@@ -96,7 +96,8 @@ class BackgroundThread:
 
 def _wait_until_idle(engine: AdaFlashEngine, timeout: float | None) -> bool:
     deadline = None if timeout is None else time.monotonic() + timeout
-    while engine.is_running and engine.has_requests:
+    # A request on its way from list to list is in none, so emptiness is looked at again between two rounds.
+    while engine.is_running and (engine.has_requests or engine.all_requests()):
         if deadline is not None and time.monotonic() > deadline:
             return False
         time.sleep(0.002)

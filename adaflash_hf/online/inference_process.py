@@ -9,7 +9,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -146,6 +146,8 @@ class _Inference:
         self._lock = threading.Lock()
         self._reported_s = time.monotonic()
         self._reported_tokens = 0
+        self._position = 0
+        self._positions: deque[tuple[int, int]] = deque()  # reported later, when the buffer has got so far
 
     def run(self) -> None:
         from ..generation.engine import AdaFlashEngine
@@ -154,7 +156,7 @@ class _Inference:
 
         settings, side = self._settings, self._settings.side
         before = read_status(side.publish_dir, STATUS_NAME)
-        position = starting_position(before, settings)
+        position = self._position = starting_position(before, settings)
         self._status = StatusFile(side.publish_dir, STATUS_NAME)
         self._status.fields |= {"run_id": settings.run_id, "prompts_id": settings.prompts_id, "position": position}
         self._status.update(phase="loading", error="")
@@ -307,9 +309,16 @@ class _Inference:
             acceptance_length=taus,
             reload=asdict(reloader.status),
             recorder=asdict(recorder.counts),
-            position=traffic.position,
+            position=self._recorded_position(traffic, recorder),
         )
         self._reported_s, self._reported_tokens = now, tokens
+
+    def _recorded_position(self, traffic: PromptTraffic, recorder: TrajectoryRecorder) -> int:
+        """Where to go on after a kill so that no answer is missing in the buffer: some may be given once more."""
+        self._positions.append((traffic.position, recorder.mark()))
+        while self._positions and recorder.is_past(self._positions[0][1]):
+            self._position = self._positions.popleft()[0]
+        return self._position
 
 
 def load_served_drafter(

@@ -112,6 +112,7 @@ class TrajectoryRecorder:
         self._thread: threading.Thread | None = None
         self._thread_pid = 0
         self._starting = threading.Lock()
+        self._done = 0  # of those that came into the queue, in their order
         self._detach: list[Callable[[], None]] = []
         self._buffer: ReplayBuffer | None = None
         self._logged_s = -_SILENCE_S
@@ -169,6 +170,20 @@ class TrajectoryRecorder:
         except queue.Full:
             counts.dropped += 1
 
+    def mark(self) -> int:
+        """A mark behind all that has been handed over so far, for [`is_past`]."""
+        return self._counts.received - self._counts.dropped
+
+    def is_past(self, mark: int) -> bool:
+        """
+        Whether all before a mark is written, or was found to be nothing to write.
+
+        Args:
+            mark (`int`):
+                From [`mark`].
+        """
+        return self._done >= mark
+
     def flush(self, timeout_s: float = 10.0) -> bool:
         """
         Wait until all that was handed over is written.
@@ -222,6 +237,7 @@ class TrajectoryRecorder:
                 return
             if self._thread_pid:  # what waits is written by the process that was forked
                 self._queue = queue.Queue(self._queue.maxsize)
+                self._done = self.mark() - 1  # all but the one that is being handed over
             self._thread_pid = os.getpid()
             self._thread = threading.Thread(target=self._run, name="adaflash-recorder", daemon=True)
             self._thread.start()
@@ -233,7 +249,7 @@ class TrajectoryRecorder:
             waiting += self._take(_BATCH - len(waiting))
             if waiting and self._write(waiting):
                 for _ in waiting:
-                    self._queue.task_done()
+                    self._task_done()
                 waiting, pause_s = [], 0.0
             elif waiting:
                 pause_s = min(max(2 * pause_s, 0.1), _LONGEST_PAUSE_S)
@@ -251,10 +267,14 @@ class TrajectoryRecorder:
                 break
             trajectory = self._trajectory_of(result)
             if trajectory is None:
-                self._queue.task_done()
+                self._task_done()
             else:
                 taken.append(trajectory)
         return taken
+
+    def _task_done(self) -> None:
+        self._done += 1
+        self._queue.task_done()
 
     def _trajectory_of(self, result: RequestResult | PendingTrajectory) -> RecordedTrajectory | None:
         try:

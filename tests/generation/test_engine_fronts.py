@@ -35,6 +35,13 @@ def new_engine(**kwargs: Any) -> AdaFlashEngine:
     return AdaFlashEngine(engine_target(), engine_oracle(), **{"max_concurrency": 8, **kwargs})
 
 
+def slow_engine() -> AdaFlashEngine:
+    """Takes seconds for a long prompt: on a busy machine another could be through before this side has its turn."""
+    engine = new_engine(prefill_chunk_tokens=1)
+    engine.between_rounds(lambda: time.sleep(0.05))
+    return engine
+
+
 def answer(index: int, count: int) -> list[int]:
     return list(plain_answer("llama", index)[:count])
 
@@ -84,16 +91,36 @@ def test_stop_drains_or_cancels() -> None:
     engine.stop()
 
 
-def test_stop_gives_up_draining() -> None:
-    engine = new_engine(prefill_chunk_tokens=1)
+def test_a_request_on_its_way_between_two_lists_is_drained_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = new_engine()
+    add, is_moving, goes_on = engine._scheduler.add, threading.Event(), threading.Event()
+
+    def add_late(request: Any) -> None:
+        is_moving.set()
+        goes_on.wait(TIMEOUT)
+        add(request)
+
+    monkeypatch.setattr(engine._scheduler, "add", add_late)
     engine.start()
+    handle = engine.submit(prompt_ids(1), max_new_tokens=3)
+    assert is_moving.wait(TIMEOUT) and not engine.has_requests
+    stopping = threading.Thread(target=engine.stop)
+    stopping.start()
+    stopping.join(0.05)
+    goes_on.set()
+    stopping.join(TIMEOUT)
+    assert handle.is_done and handle.token_ids == answer(1, 3)
+
+
+def test_stop_gives_up_draining() -> None:
+    engine = slow_engine().start()
     handle = engine.submit([5] * 400, max_new_tokens=9)
     engine.stop(timeout=0.0)
     assert handle.result(TIMEOUT).finish_reason == "cancelled"
 
 
 def test_leaving_by_an_exception_does_not_wait() -> None:
-    with pytest.raises(KeyError), new_engine(prefill_chunk_tokens=1) as engine:
+    with pytest.raises(KeyError), slow_engine() as engine:
         handle = engine.submit([5] * 400, max_new_tokens=9)
         raise KeyError("elsewhere")
     assert handle.result(TIMEOUT).finish_reason == "cancelled"
@@ -235,9 +262,7 @@ def test_leaving_a_stream_or_a_task_cancels_the_request() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await task
 
-    engine = AdaFlashEngine(engine_target())
-    # On a busy machine 500 tokens could be done before this side has its turn.
-    engine.between_rounds(lambda: time.sleep(0.05))
+    engine = slow_engine()
     run(main())
     assert engine.statistics().finished_requests == {"cancelled": 2}
 
@@ -275,7 +300,7 @@ def test_awaiting_an_engine_that_does_not_run() -> None:
         engine.step()
         assert [token async for token in handle] == (await handle).token_ids == []
 
-    engine = new_engine(prefill_chunk_tokens=1)
+    engine = slow_engine()
     run(stopped_meanwhile())
     run(never_started())
 

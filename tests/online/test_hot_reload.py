@@ -248,7 +248,7 @@ def test_what_cannot_be_swapped_in_place_is_refused_at_once(target, tmp_path):
         reloader.attach_engine(AdaFlashEngine(target, adapted_drafter()))
 
 
-def wait_until(is_true, seconds=30.0):
+def wait_until(is_true, seconds=300.0):
     deadline = time.monotonic() + seconds
     while not is_true():
         assert time.monotonic() < deadline
@@ -274,7 +274,7 @@ def test_under_load_every_request_of_an_engine_stays_exact(target, tmp_path):
     with reloader, engine:
         publishing.start()
         versions = set()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while reloader.status.reloads < 4 and time.monotonic() < deadline:
             handles = [engine.submit(prompt, max_new_tokens=10 + i % 7) for i, prompt in enumerate(prompts)]
             results = [handle.result() for handle in handles]

@@ -116,9 +116,10 @@ def test_stopping_leaves_the_round_for_the_next_trainer(target, traffic, tmp_pat
     thread = threading.Thread(target=trainer.run)
     thread.start()
     while read_status(tmp_path / "published", "trainer").get("phase") != "training":
+        assert thread.is_alive()
         time.sleep(0.01)
     trainer.stop()
-    thread.join(30)
+    thread.join(300)
     assert not thread.is_alive()
     opened = buffer.open_round()
     assert len(opened.trajectory_ids) == 4

@@ -223,3 +223,21 @@ def test_others_may_leave_the_making_to_the_recorder(tmp_path):
         counts = recorder.counts
     assert (counts.received, counts.written, counts.too_short, counts.invalid) == (4, 2, 1, 1)
     assert [len(one.token_ids) for one in ReplayBuffer(tmp_path / "buffer").newest(9)] == [12, 12]
+
+
+def test_a_mark_is_past_when_all_before_it_is_written(tmp_path, monkeypatch):
+    goes_on = threading.Event()
+    with TrajectoryRecorder(tmp_path / "buffer", flush_interval_s=0.01) as recorder:
+        assert recorder.is_past(recorder.mark())
+        write = recorder._write
+        monkeypatch.setattr(recorder, "_write", lambda waiting: goes_on.wait(30) and write(waiting))
+        recorder.record(result(1))
+        one = recorder.mark()
+        recorder.record(result(2, tokens=0))  # nothing to write
+        recorder.record(result(3))
+        assert not recorder.is_past(one)
+        goes_on.set()
+        assert recorder.flush(30)
+        assert recorder.is_past(one) and recorder.is_past(recorder.mark())
+        recorder.record(result(4))
+        assert recorder.flush(30) and recorder.is_past(recorder.mark())

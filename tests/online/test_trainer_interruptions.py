@@ -268,6 +268,7 @@ def test_a_damaged_pointer_is_reported_and_waited_for(target, traffic, tmp_path)
     runner = threading.Thread(target=trainer.run, kwargs={"max_rounds": 1})
     runner.start()
     while "latest.json" not in str(trainer.status.fields.get("error")):
+        assert runner.is_alive()
         time.sleep(0.01)
     Publisher(tmp_path / "published").rollback(to=1)
     runner.join(60)
