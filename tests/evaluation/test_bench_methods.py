@@ -11,7 +11,7 @@ from simulated_rounds import simulated_table
 from tiny_models import tiny_drafter, tiny_target
 
 from adaflash_hf import CostAwarePolicy, InvalidInputError
-from adaflash_hf.evaluation.bench_methods import METHODS, BenchModels, build_method, needs_drafter
+from adaflash_hf.evaluation.bench_methods import METHODS, BenchModels, Sampling, build_method, needs_drafter
 
 
 PROMPTS = [prompt(5 + n, seed=n)[0].tolist() for n in range(4)]
@@ -111,6 +111,7 @@ def test_answers_end_at_their_eos() -> None:
         ("dflash", "needs a drafter"),
         ("transformers_dflash", "needs a drafter"),
         ("assistant", "pass --assistant"),
+        ("osd", "pass --osd-drafter"),
     ],
 )
 def test_what_is_refused(name: str, message: str) -> None:
@@ -120,6 +121,45 @@ def test_what_is_refused(name: str, message: str) -> None:
         build_method(name, BenchModels(target, models().drafter if has_drafter else None))
 
 
+def test_another_drafter_has_a_method_of_its_own() -> None:
+    target = models().target
+    better = oracle_drafter(target, answers(), block_size=5)
+    both = BenchModels(target, models().drafter, osd_drafter=better)
+    runs = [build_method(name, both).run(PROMPTS, 2, NEW_TOKENS) for name in ("dflash", "osd")]
+    assert [run.token_ids for run in runs] == [expected(), expected()]
+    # One errs at every fourth position, the other never: the eleven tokens after the first are 5, 5 and 1.
+    taus = [run.stats.acceptance_length for run in runs if run.stats is not None]
+    assert taus[0] < taus[1] == pytest.approx(11 / 3)
+    assert not needs_drafter("osd:3")
+
+
+@pytest.mark.parametrize("via_generate", [False, True])
+def test_sampling(via_generate: bool) -> None:
+    """Answers are drawn from the target's own distribution: again the same with the same seeds, not greedy ones."""
+    import torch
+
+    kinds = {}
+    for proposal in ("argmax", "sample"):
+        method = build_method("dflash", models(), via_generate)
+        method.sampling = Sampling(temperature=1.0, draft_proposal=proposal)
+        torch.manual_seed(0)
+        first = method.run(PROMPTS, 2, NEW_TOKENS).token_ids
+        torch.manual_seed(0)
+        assert first == method.run(PROMPTS, 2, NEW_TOKENS).token_ids != expected()
+        kinds[proposal] = first
+    assert kinds["argmax"] != kinds["sample"]
+    oracle = build_method("oracle", models(), via_generate)
+    oracle.sampling = Sampling(temperature=1.0)
+    assert "no oracle" in str(oracle.reason_to_skip(2))
+
+
+def test_a_target_without_heads_for_more_tokens_says_so() -> None:
+    method = build_method("transformers_mtp", models())
+    assert "one prompt at a time" in str(method.reason_to_skip(2))
+    with pytest.raises(ValueError, match="num_mtp_layers"):
+        method.run(PROMPTS[:1], 1, NEW_TOKENS)
+
+
 def test_no_length_head() -> None:
     target = models().target
     with pytest.raises(InvalidInputError, match="no length head"):
@@ -127,5 +167,5 @@ def test_no_length_head() -> None:
 
 
 def test_names() -> None:
-    assert len(set(METHODS)) == 11
+    assert len(set(METHODS)) == 13
     assert needs_drafter("dflash:4") and not needs_drafter("plain")

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import datasets
 import pytest
+from hub_server import running_hub
 
 from adaflash_hf import InvalidInputError
-from adaflash_hf.evaluation.workloads import load_workload
+from adaflash_hf.evaluation.workloads import WORKLOADS, describe_workloads, load_workload
+from adaflash_hf.training import prompt_datasets
+from adaflash_hf.training.prompt_datasets import DatasetPrompts, PromptDataset
+from adaflash_hf.training.prompts import Prompt
 
 
 @pytest.mark.parametrize(("name", "domain"), [("gsm8k", "maths"), ("humaneval", "code"), ("vicuna", "chat")])
@@ -40,6 +45,40 @@ def test_whole_files(tmp_path: Path) -> None:
     (tmp_path / "humaneval.jsonl").unlink()
     with pytest.raises(InvalidInputError, match="has no humaneval.jsonl"):
         load_workload("blend", tmp_path)
+
+
+def test_names_of_data_sets_on_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each is asked for by id, split and field when it is named, and of a training set only a part."""
+    asked: dict[str, tuple[PromptDataset, int | None]] = {}
+
+    def read(source: PromptDataset, limit: int | None = None) -> DatasetPrompts:
+        asked[source.name] = (source, limit)
+        return DatasetPrompts([Prompt((("user", f"from {source.name}"),), source.domain or "")], 0)
+
+    monkeypatch.setattr(prompt_datasets, "read_prompt_dataset", read)
+    for name in set(WORKLOADS) - {"gsm8k", "humaneval", "vicuna", "blend"}:
+        workload = load_workload(name)
+        assert workload.name == name and workload.prompts[0].domain in ("maths", "code", "chat")
+    assert asked["HuggingFaceH4/MATH-500"][0].column == "problem" and asked["HuggingFaceH4/MATH-500"][1] is None
+    assert asked["allenai/math_qa"][0].revision == "refs/convert/parquet"
+    assert asked["nvidia/OpenCodeInstruct"][1] == asked["Aeala/ShareGPT_Vicuna_unfiltered"][1] == 256
+    assert load_workload("org/sums:test:sum").name == "sums"
+    assert asked["org/sums"] == (PromptDataset("org/sums", "test", column="sum"), 256)
+    # A file of a directory goes before the Hub.
+    (tmp_path / "mbpp.jsonl").write_text(json.dumps({"text": "Write f."}))
+    assert load_workload("mbpp", tmp_path).prompts[0].messages == (("user", "Write f."),)
+    assert {name for name, _ in describe_workloads()} >= set(WORKLOADS)
+
+
+def test_a_data_set_from_a_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets-cache")
+    with running_hub() as hub:
+        hub.serve_this_process(monkeypatch, tmp_path / "cache")
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.endpoint)
+        lines = [json.dumps({"problem": f"{n}?", "answer": "no"}) for n in range(3)]
+        hub.repositories["datasets/HuggingFaceH4/MATH-500"] = {"test.jsonl": "\n".join(lines).encode()}
+        workload = load_workload("math500")
+    assert [prompt.messages[0][1] for prompt in workload.prompts] == ["0?", "1?", "2?"]
 
 
 def test_own_file_and_repetition(tmp_path: Path) -> None:
