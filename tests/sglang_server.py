@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import pickle
+import re
 import socket
 import threading
 import time
@@ -57,9 +58,12 @@ class SGLangServer:
         draft (`dict`): Tensors of the drafter, under the names of its checkpoint.
         target (`dict`): The same of the target; names may be those of the drafter.
         skill (`Callable[[dict], int]`): Drafts accepted per round, from the drafter's tensors.
-        faults (`set[str]`): "ignores_selector", "skips_names", "loses_connection" (at the next update), "slow".
+        faults (`set[str]`): "ignores_selector", "skips_names", "loses_connection" (at the next update), "goes_down"
+            (after the next bucket; then "is_down", and no call is answered), "slow".
         tp_size (`int`): Ranks, each of which reads its own entry of an update.
         block_size (`int`): Rows verified in each round.
+        raw (`bytes`, *optional*): What every request for text is answered with instead.
+        raw_headers (`dict`): And under which headers.
     """
 
     answer: Callable[[str], str] = lambda text: f"you said {text}"
@@ -77,6 +81,8 @@ class SGLangServer:
     is_paused: bool = False
     session: str | None = None
     url: str = ""
+    raw: bytes | None = None
+    raw_headers: dict[str, str] = field(default_factory=dict)
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     gone: threading.Event = field(default_factory=threading.Event)
@@ -196,6 +202,14 @@ def _handler(server: SGLangServer) -> type[BaseHTTPRequestHandler]:
         def log_message(self, *args: Any) -> None:
             pass
 
+        def _reply_raw(self, data: bytes, is_stream: bool) -> None:
+            self.send_response(200)
+            kind = {"Content-Type": "text/event-stream" if is_stream else "application/json"}
+            for name, value in {**kind, "Content-Length": str(len(data)), **server.raw_headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+
         def _reply(self, status: int, fields: Any, kind: str = "application/json") -> None:
             data = fields.encode() if isinstance(fields, str) else json.dumps(fields).encode()
             self.send_response(status)
@@ -212,7 +226,15 @@ def _handler(server: SGLangServer) -> type[BaseHTTPRequestHandler]:
             self._reply(401, {"error": "Unauthorized"})
             return False
 
+        def _is_down(self) -> bool:
+            if "is_down" in server.faults:
+                self._break_off()
+                return True
+            return False
+
         def do_GET(self) -> None:
+            if self._is_down():
+                return
             server.calls.append((self.path, {}))
             if self.path == "/health":
                 self._reply(200, "")
@@ -229,7 +251,13 @@ def _handler(server: SGLangServer) -> type[BaseHTTPRequestHandler]:
                 self._reply(404, {"detail": "Not Found"})
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+            if self._is_down():
+                return
+            read = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if server.raw is not None and self.path.startswith("/v1"):
+                self._reply_raw(server.raw, re.search(rb'"stream": ?true', read) is not None)
+                return
+            body = json.loads(read or "{}")
             server.calls.append((self.path, body))
             server.headers.append({name.lower(): value for name, value in self.headers.items()})
             if self.path in ("/v1/chat/completions", "/v1/completions"):
@@ -246,6 +274,8 @@ def _handler(server: SGLangServer) -> type[BaseHTTPRequestHandler]:
                 self._reply(200, "Cache flushed.\n", "text/plain")
                 return
             answer = server.control(self.path, body)
+            if self.path == "/update_weights_from_tensor" and "goes_down" in server.faults:
+                server.faults = {"is_down"}
             if isinstance(answer, dict):
                 self._reply(200, answer)
             else:

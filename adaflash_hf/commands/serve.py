@@ -96,8 +96,9 @@ def sglang(
         extra=tuple(context.args),
     )
     installation = find_sglang(python)
-    inspection = inspect_drafter(export, ReadOptions(target=open_target(target)))
-    command = plan_launch(inspection, target, installation, options)
+    files = open_target(target)
+    inspection = inspect_drafter(export, ReadOptions(target=files))
+    command = plan_launch(inspection, None if files is None else files.path, installation, options)
     if print_only:
         typer.echo(str(command))
         for note in command.notes:
@@ -106,8 +107,7 @@ def sglang(
     for note in command.notes:
         typer.echo(f"adaflash: {note}", err=True)
     typer.echo(f"adaflash: {command}", err=True)
-    # What listens on all addresses answers on this one.
-    address = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"  # noqa: S104
+    address = options.address
     code = run_server(
         command,
         f"{address}/health",
@@ -161,7 +161,7 @@ def reload(
     )
     try:
         if once:
-            done = client.check()
+            done = client.run_once()
             for one in client.status["replicas"]:
                 typer.echo(f"{one['url']}: version {one['version']}{': ' if one['error'] else ''}{one['error']}")
             raise typer.Exit(0 if done else 1)

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError, MissingDependencyError
 from ..online.recorder import TrajectoryRecorder
+from .answer_listener import AnswerListener, as_event, events_of, json_object
 from .collector_metrics import prometheus_text
 from .observed_response import ObservedResponse
-from .response_tokens import PendingResponse, ResponseTokens
+from .response_tokens import ResponseTokens
 from .served_versions import version_of_label
-from .upstream_dialects import ADDED_MARKS, DIALECTS, Dialect, without_added
+from .upstream_dialects import DIALECTS, Dialect
 
 
 if TYPE_CHECKING:
@@ -169,8 +170,7 @@ class Collector:
             if "weight_version" in (await self._ask("/model_info", authorization) or {}):
                 self._dialect = DIALECTS["sglang"]
             elif (models := await self._ask("/v1/models", authorization)) is not None:
-                owners = {model.get("owned_by") for model in models.get("data") or []}
-                self._dialect = DIALECTS["vllm" if "vllm" in owners else "other"]
+                self._dialect = DIALECTS["vllm" if _is_vllm(models) else "other"]
             else:
                 return DIALECTS["other"]
             logger.info("The server at %s is of the kind %s.", self.settings.root, self._dialect.name)
@@ -181,10 +181,9 @@ class Collector:
         headers = {} if authorization is None else {"Authorization": authorization}
         try:
             response = await self._http.get(f"{self.settings.root}{path}", headers=headers, timeout=5.0)
-            fields = response.json() if response.is_success else None
-        except (self._http_module.HTTPError, ValueError):
+        except self._http_module.HTTPError:
             return None
-        return fields if isinstance(fields, dict) else None
+        return json_object(response.content) if response.is_success else None
 
     # What clients ask
 
@@ -192,18 +191,18 @@ class Collector:
         body = await request.body()
         route = request.url.path.removeprefix("/v1/")
         if request.method == "POST" and request.url.path.startswith("/v1/") and route in _RECORDED_ROUTES:
-            fields = _object_of(body)
+            fields = json_object(body)
             if fields is not None and request.headers.get(RECORD_HEADER, "").lower() not in ("no", "false", "0"):
                 return await self._pass_recorded(request, route, fields)
         return await self._forward(request, body)
 
     async def _pass_recorded(self, request: Request, route: str, fields: dict[str, Any]) -> Response:
         added = (await self._found_dialect(request.headers.get("authorization"))).added_to(route, fields)
-        body = json.dumps(fields | dict.fromkeys(added, True)).encode()
+        body = json.dumps(fields | dict.fromkeys(added, True)).encode() if added else await request.body()
         observed = ObservedResponse(route, fields, request.headers.get(DOMAIN_HEADER))
-        return await self._forward(request, body, _Listener(self, observed, added))
+        return await self._forward(request, body, AnswerListener(self.recorder, self.tokens, observed, added))
 
-    async def _forward(self, request: Request, body: bytes, listener: _Listener | None = None) -> Response:
+    async def _forward(self, request: Request, body: bytes, listener: AnswerListener | None = None) -> Response:
         from starlette.responses import Response, StreamingResponse
 
         assert self._http is not None
@@ -225,6 +224,8 @@ class Collector:
         headers = _passed_on(answer.headers.raw)
         if listener is None:
             headers += [(name, value) for name, value in answer.headers.raw if name.lower() == b"content-length"]
+        else:  # what is read is unpacked, also where the server compresses unasked
+            headers = [(name, value) for name, value in headers if name != b"content-encoding"]
         if listener is None or answer.headers.get("content-type", "").startswith("text/event-stream"):
             response: Response = StreamingResponse(self._streamed(answer, listener), answer.status_code)
         else:
@@ -237,7 +238,7 @@ class Collector:
         response.raw_headers = headers
         return response
 
-    async def _streamed(self, answer: httpx.Response, listener: _Listener | None) -> AsyncIterator[bytes]:
+    async def _streamed(self, answer: httpx.Response, listener: AnswerListener | None) -> AsyncIterator[bytes]:
         import anyio
 
         try:
@@ -245,14 +246,14 @@ class Collector:
                 async for piece in answer.aiter_raw():
                     yield piece
                 return
-            async for event in _events(answer.aiter_bytes()):
+            async for event in events_of(answer.aiter_bytes()):
                 if (passed := listener.event(event)) is not None:
                     yield passed
         except self._http_module.HTTPError as error:
             logger.warning("The server at %s broke off an answer: %s", self.settings.root, error)
             if listener is None:
                 raise  # so that the client sees that it is not whole
-            yield _as_event({"error": {"message": f"the server broke off: {error}", "type": "upstream_error"}})
+            yield as_event({"error": {"message": f"the server broke off: {error}", "type": "upstream_error"}})
         finally:
             if listener is not None:
                 listener.ended()
@@ -260,7 +261,7 @@ class Collector:
             with anyio.CancelScope(shield=True):
                 await answer.aclose()
 
-    def _left(self, listener: _Listener | None) -> Response:
+    def _left(self, listener: AnswerListener | None) -> Response:
         from starlette.responses import Response
 
         if listener is not None:
@@ -272,50 +273,6 @@ class Collector:
 
         message = f"The server at {self.settings.root} cannot be reached: {type(error).__name__}: {error}"
         return JSONResponse({"error": {"message": message, "type": "upstream_error", "code": 502}}, 502)
-
-
-class _Listener:
-    """Takes one answer down as it goes by, and out of it what only we asked for."""
-
-    def __init__(self, collector: Collector, observed: ObservedResponse, added: tuple[str, ...]) -> None:
-        self._collector, self._observed, self._added = collector, observed, added
-
-    def whole(self, content: bytes) -> bytes:
-        """An answer that is not streamed."""
-        fields = _object_of(content)
-        if fields is None:
-            self._collector.tokens.count("no_json")
-            return content
-        self._observed.add(fields)
-        self.ended()
-        if not self._added:
-            return content
-        return json.dumps(without_added(fields, self._added) or {}, ensure_ascii=False).encode()
-
-    def event(self, event: bytes) -> bytes | None:
-        """One event of a stream, with its blank line; None if the client would not have got it."""
-        data = b"\n".join(
-            line[5:].strip() for line in event.replace(b"\r\n", b"\n").split(b"\n") if line.startswith(b"data:")
-        )
-        fields = _object_of(data)
-        if fields is None:
-            return event  # a comment, or the end
-        self._observed.add(fields)
-        if not self._added or not any(mark in event for mark in ADDED_MARKS):
-            return event
-        cleaned = without_added(fields, self._added)
-        return None if cleaned is None else _as_event(cleaned)
-
-    def ended(self) -> None:
-        """Nothing more will come: whole, broken off, or left by the client."""
-        collector, observed = self._collector, self._observed
-        if observed.is_failed:
-            collector.tokens.count("failed")
-            return
-        if not observed.choices:
-            collector.tokens.count("client_left")
-        for index in observed.choices:
-            collector.recorder.record(PendingResponse(collector.tokens, observed, index))
 
 
 def serve_collector(collector: Collector, host: str, port: int, *, verbose: bool = False) -> None:
@@ -370,33 +327,11 @@ async def _read_whole(answer: httpx.Response) -> bytes:
         await answer.aclose()
 
 
-async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Server-sent events, each with the blank line that ends it, as soon as it is whole."""
-    waiting = b""
-    async for piece in pieces:
-        waiting += piece
-        while (found := _end_of_event(waiting)) is not None:
-            yield waiting[:found]
-            waiting = waiting[found:]
-    if waiting:
-        yield waiting
-
-
-def _end_of_event(data: bytes) -> int | None:
-    ends = [place + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (place := data.find(mark)) >= 0]
-    return min(ends, default=None)
-
-
-def _as_event(fields: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(fields, ensure_ascii=False).encode() + b"\n\n"
-
-
-def _object_of(content: bytes) -> dict[str, Any] | None:
-    try:
-        fields = json.loads(content)
-    except ValueError:
-        return None
-    return fields if isinstance(fields, dict) else None
+def _is_vllm(models: dict[str, Any]) -> bool:
+    listed = models.get("data")
+    return isinstance(listed, list) and any(
+        isinstance(model, dict) and model.get("owned_by") == "vllm" for model in listed
+    )
 
 
 def _raw_path(request: Request) -> bytes:

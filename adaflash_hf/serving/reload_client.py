@@ -1,7 +1,9 @@
 """Keeps the drafters of running SGLang servers up to date with a directory of published versions.
 
 Servers are updated one after the other, so that a bad version is noticed on the first of them. Which version a server
-has is read from the server each time, so servers and this process may be stopped and started at any moment.
+has is read from the server each time, so servers and this process may be stopped and started at any moment. An update
+that was cut off is noted in the status file, and undone before the next one: the server may have some of its tensors,
+or all of them without that anybody looked whether they are any good.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from ..errors import (
     ServerError,
 )
 from ..online.published_versions import PublishedVersion, PublishedVersions, VersionPointer
-from ..online.run_status import StatusFile
+from ..online.run_status import StatusFile, read_status
 from .acceptance_probe import ServerProbe
 from .draft_payload import DraftWeights, draft_weights
 from .launch_commands import PLUGIN_ALGORITHM
 from .replica import Replica, ReplicaAddress, ServedModel
-from .replica_update import ReplicaUpdate, TargetChangedError
+from .replica_update import ReplicaUpdate, TargetChangedError, UnfinishedUpdateError
 from .served_versions import version_of_label
 
 
@@ -138,12 +140,14 @@ class ReloadClient:
         self._stopping = threading.Event()
         self._cached: tuple[tuple[str, bool], DraftWeights] | None = None
         self._last_good: tuple[PublishedVersion, VersionPointer] | None = None
+        # What servers called their weights before an update that has not ended yet, by address.
+        self._unfinished: dict[str, str] = {}
 
     @property
     def status(self) -> dict[str, Any]:
         """What has been done so far, for JSON."""
         replicas = [asdict(status) for status in copy.deepcopy(self.replicas).values()]
-        return {"replicas": replicas, "refused": dict(self._refusals.reasons)}
+        return {"replicas": replicas, "refused": dict(self._refusals.reasons), "unfinished": dict(self._unfinished)}
 
     def stop(self) -> None:
         """End [`run`] after the update that is going on. May be called by a signal."""
@@ -162,15 +166,25 @@ class ReloadClient:
             PublishedVersionError: Another process keeps these servers up to date already.
         """
         with self._alone():
-            for replica in self._replicas:
-                try:
-                    replica.resume()  # one that was killed while it updated may have left requests waiting
-                except ServerError as error:
-                    logger.info("%s", error)
+            self._clean_up()
             while not self._stopping.is_set():
                 self.check()
                 self._stopping.wait(self.settings.poll_s)
         self._report("stopped")
+
+    def run_once(self) -> bool:
+        """
+        Look once, as the only process that does, and update what is to be updated.
+
+        Returns:
+            `bool`: whether all servers now have the version they should have.
+
+        Raises:
+            PublishedVersionError: Another process keeps these servers up to date already.
+        """
+        with self._alone():
+            self._clean_up()
+            return self.check()
 
     def check(self) -> bool:
         """
@@ -212,6 +226,8 @@ class ReloadClient:
         try:
             label = replica.weight_version()
             status.version = version_of_label(label)
+            if replica.url in self._unfinished:
+                self._undo(replica, status)
             if status.version != version.version:
                 self._update(replica, status, version, pointer)
             status.error = ""
@@ -249,7 +265,17 @@ class ReloadClient:
             min_relative_acceptance=0.0 if pointer.is_forced else self.settings.min_relative_acceptance,
             bucket_bytes=self.settings.bucket_bytes,
         )
-        report = update.run(self._weights(version.path, served), version.version)
+        weights = self._weights(version.path, served)
+        self._unfinished[replica.url] = served.weight_version
+        self._report("updating")
+        try:
+            report = update.run(weights, version.version)
+        except UnfinishedUpdateError:
+            raise
+        except Exception:  # all of them leave what was there before, or a target that nothing helps
+            self._unfinished.pop(replica.url)
+            raise
+        self._unfinished.pop(replica.url)
         status.version, status.reloads, status.pause_s = version.version, status.reloads + 1, report.pause_s
         status.acceptance_before = report.before.acceptance_length
         status.acceptance_after = report.after.acceptance_length
@@ -263,6 +289,32 @@ class ReloadClient:
             status.acceptance_before,
             report.pause_s,
         )
+
+    def _undo(self, replica: Replica, status: ReplicaStatus) -> None:
+        """Puts back what a server had before an update that was cut off, so that the next one starts from there."""
+        label, served = self._unfinished[replica.url], replica.served()
+        try:
+            before = self._current_weights(served, version_of_label(label))
+        except ServerError as error:
+            logger.warning("An update of %s was cut off and cannot be undone: %s", replica.url, error)
+        else:
+            logger.warning("%s: an update was cut off; going back to %s first", replica.url, label)
+            ReplicaUpdate(replica, served, before, self._probe, bucket_bytes=self.settings.bucket_bytes).put_back(
+                label
+            )
+            status.version = version_of_label(label)
+        self._unfinished.pop(replica.url)
+
+    def _clean_up(self) -> None:
+        """After a process before this one that was killed while it updated."""
+        found = read_status(self.versions.directory, STATUS_NAME).get("unfinished")
+        if isinstance(found, dict):
+            self._unfinished = {url: str(label) for url, label in found.items() if url in self.replicas}
+        for replica in self._replicas:
+            try:
+                replica.clean_up()
+            except ServerError as error:
+                logger.info("%s", error)
 
     def _current_weights(self, served: ServedModel, version: int | None) -> DraftWeights:
         """What a server has now, to go back to."""

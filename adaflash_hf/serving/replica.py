@@ -140,6 +140,16 @@ class Replica:
         """Let requests go on; nothing happens if they are not paused."""
         self._control("/continue_generation", {"torch_empty_cache": False})
 
+    def clean_up(self) -> None:
+        """What somebody left who was killed while they updated: an open session, and requests that wait."""
+        try:
+            self._control("/end_weight_update", {})
+        except ServerError as error:
+            if "no weight-update session is open" not in str(error):
+                raise
+        finally:
+            self.resume()
+
     @contextmanager
     def draft_update(self) -> Iterator[None]:
         """A session in which the drafter's tensors, and only those, may be written."""

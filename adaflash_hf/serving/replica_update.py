@@ -19,13 +19,17 @@ from .replica import Replica, ServedModel
 from .served_versions import weight_label
 
 
-__all__ = ["ReplicaUpdate", "TargetChangedError", "UpdateReport"]
+__all__ = ["ReplicaUpdate", "TargetChangedError", "UnfinishedUpdateError", "UpdateReport"]
 
 logger = logging.getLogger(__name__)
 
 
 class TargetChangedError(ServerError):
     """A server's target is no longer what it was. Its answers are not to be trusted until it has been started anew."""
+
+
+class UnfinishedUpdateError(ServerError):
+    """An update failed, and going back did too: nobody knows which tensors a server has."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class ReplicaUpdate:
         Raises:
             PublishedVersionError: The version is not fit to be served; the one before is served again.
             TargetChangedError: The target is not what it was.
+            UnfinishedUpdateError: The server was lost on the way; see [`put_back`].
             ServerError: The server does not do what it should; the version may be tried again.
         """
         check_same_drafter(new, self._current)
@@ -108,6 +113,16 @@ class ReplicaUpdate:
             raise
         return UpdateReport(before, after, self._pause_s, is_flushed)
 
+    def put_back(self, label: str) -> None:
+        """
+        Write the drafter from before over whatever an update that was cut off has left.
+
+        Args:
+            label (`str`): What the server called its weights before that update.
+        """
+        self._write(self._current, label)
+        self._replica.flush_cache()
+
     def _write(self, weights: DraftWeights, label: str) -> None:
         began_s = time.perf_counter()
         # The label goes with the last bucket, so that a server that has it has all tensors.
@@ -129,8 +144,8 @@ class ReplicaUpdate:
         if changed:
             raise TargetChangedError(
                 f"{self._replica.url}: the update of the drafter changed {len(changed)} tensors of the target, such "
-                f"as `{changed[0]}`. Its answers are not the target's any more: stop it and start it anew, and do not "
-                "use this version of SGLang for updates."
+                f"as `{changed[0]}`. Its answers are not the target's any more: stop it, do not use this version "
+                "of SGLang for updates, and start server and reload client anew."
             )
 
     def _check_draft(self, new: DraftWeights, before: Mapping[str, str]) -> None:
@@ -146,15 +161,15 @@ class ReplicaUpdate:
         replica = self._replica
         logger.warning("%s: going back to the drafter from before: %s", replica.url, reason)
         try:
-            self._write(self._current, self._served.weight_version)
-            replica.flush_cache()
+            self.put_back(self._served.weight_version)
             wrong = _different(draft, replica.checksums("draft"))
             changed = _different(target, replica.checksums("target"))
         except ServerError as error:
-            raise ServerError(f"{reason} Going back failed as well: {error}") from reason
+            raise UnfinishedUpdateError(f"{reason} Going back failed as well: {error}") from reason
         if changed and not isinstance(reason, TargetChangedError):
             raise TargetChangedError(
-                f"{replica.url}: going back changed {len(changed)} tensors of the target; stop it and start it anew."
+                f"{replica.url}: going back changed {len(changed)} tensors of the target; start it and the "
+                "reload client anew."
             ) from reason
         if wrong:
             raise ServerError(

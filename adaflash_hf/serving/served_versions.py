@@ -23,9 +23,9 @@ def weight_label(version: int) -> str:
     return f"adaflash-{version}"
 
 
-def version_of_label(label: str | None) -> int | None:
-    """The drafter version of a `weight_version`; None if we did not write it."""
-    match = _LABEL.fullmatch(label or "")
+def version_of_label(label: object) -> int | None:
+    """The drafter version of a `weight_version`, whatever a server has there; None if we did not write it."""
+    match = _LABEL.fullmatch(label) if isinstance(label, str) else None
     return None if match is None else int(match[1])
 
 

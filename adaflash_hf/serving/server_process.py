@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import logging
 import os
 import signal
 import subprocess
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HEALTH_TIMEOUT_S = 10.0
+# A proxy of the environment (`http_proxy`) knows nothing of a server on this machine.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class ServerProcess:
@@ -55,11 +57,7 @@ class ServerProcess:
 
     def is_healthy(self) -> bool:
         """Whether it takes requests."""
-        try:
-            with urllib.request.urlopen(self.health_url, timeout=_HEALTH_TIMEOUT_S) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, OSError):
-            return False
+        return _answers(self.health_url)
 
     def wait_until_healthy(self, timeout_s: float, poll_s: float = 0.5) -> bool:
         """
@@ -157,6 +155,8 @@ def run_server(
     Returns:
         `int`: its exit code, 128 and the signal's number if a signal ended it.
     """
+    if _answers(health_url):
+        raise ServerError(f"{health_url} is answered by another server already; end that one, or choose another port.")
     server = ServerProcess(command, health_url)
     with _forwarding(server):
         try:
@@ -167,6 +167,14 @@ def run_server(
             # Schedulers outlive a server that was killed, and would keep the GPU's memory.
             server.kill()
     return code
+
+
+def _answers(url: str) -> bool:
+    try:
+        with _OPENER.open(url, timeout=_HEALTH_TIMEOUT_S) as response:
+            return bool(response.status == 200)
+    except (OSError, http.client.HTTPException):  # the latter of somebody who does not speak HTTP
+        return False
 
 
 @contextmanager

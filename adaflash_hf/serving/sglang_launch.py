@@ -26,6 +26,11 @@ TESTED_VERSION = "0.5.23"
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_ENTRY = "adaflash"
 _VERIFY_MODES = ("static", "cap-accept", "compact")
+# Set by `plan_launch`; a second value would win silently, and the server be waited for in the wrong place.
+_OWN_ARGUMENTS = (
+    *("--host", "--port", "--model-path", "--model", "--speculative-algorithm", "--speculative-draft-model-path"),
+    *("--speculative-num-draft-tokens", "--speculative-dflash-block-size", "--weight-version"),
+)
 _QUESTION_TIMEOUT_S = 60.0
 # Metadata only: importing sglang takes ten seconds and a GPU.
 _QUESTION = f"""
@@ -105,6 +110,19 @@ class SGLangOptions:
             raise InvalidInputError(
                 f"`verify_mode` is {self.verify_mode!r}; choose one of {', '.join(_VERIFY_MODES)}."
             )
+        given = [argument.partition("=")[0] for argument in self.extra]
+        if twice := next((name for name in _OWN_ARGUMENTS if name in given), None):
+            raise InvalidInputError(
+                f"`{twice}` stands among what is passed on to SGLang, and `adaflash serve sglang` sets it itself, "
+                "from the export or from its own options. Leave it out there."
+            )
+
+    @property
+    def address(self) -> str:
+        """Where it answers from this machine."""
+        # What listens on all addresses answers on the first of them.
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def arguments(self) -> list[str]:
         """As SGLang takes them."""

@@ -15,6 +15,8 @@ from sglang_server import SGLangServer
 from tiny_models import tiny_drafter, tiny_target
 
 from adaflash_hf import cli
+from adaflash_hf.commands.loading import find_drafter
+from adaflash_hf.embedded_target import EMBEDDED_TARGET_NAME, embedded_target_directory
 from adaflash_hf.online.published_versions import VersionManifest
 from adaflash_hf.online.publisher import Publisher
 from adaflash_hf.online.replay_buffer import ReplayBuffer
@@ -95,6 +97,13 @@ def test_the_command_is_shown(export, target, python, capsys):
         "--attention-backend fa3 --weight-version adaflash-0 --enable-metrics --log-level debug\n"
     )
     assert "note: SGLang runs at most 48 requests" in captured.err
+
+
+def test_the_embedded_target_is_a_directory_to_sglang(python, tmp_path, capsys):
+    convert_drafter(find_drafter(EMBEDDED_TARGET_NAME, None), tmp_path / "export", "sglang")
+    arguments = ["serve", "sglang", str(tmp_path / "export"), "--target", EMBEDDED_TARGET_NAME]
+    assert cli.main([*arguments, "--python", str(python), "--print"]) == 0
+    assert f"serve --model-path {embedded_target_directory()} --spec" in capsys.readouterr().out
 
 
 def test_it_is_run_and_ended(export, target, python):

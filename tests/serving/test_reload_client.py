@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from adaflash_hf.modeling_dflash_drafter import DFlashDrafterModel
 from adaflash_hf.online.published_versions import VersionManifest
 from adaflash_hf.online.publisher import Publisher
 from adaflash_hf.online.replay_buffer import ReplayBuffer
-from adaflash_hf.online.run_status import read_status
+from adaflash_hf.online.run_status import StatusFile, read_status
 from adaflash_hf.serving.acceptance_probe import ServerProbe
 from adaflash_hf.serving.draft_payload import draft_weights
 from adaflash_hf.serving.reload_client import ReloadClient, ReloadClientSettings
@@ -233,6 +235,85 @@ def test_a_session_that_a_killed_client_left_open(published, drafter):
         publish(published, drafter, GOOD)
         assert client.check()
         assert_serves(server, published, 1)
+
+
+def test_a_server_that_goes_down_midway_starts_from_what_it_had(published, drafter):
+    server, other = serving(published), serving(published)
+    with watching(published, server, other, bucket_bytes=4096) as client:
+        publish(published, drafter, GOOD)
+        server.faults = {"goes_down"}
+        assert not client.check()
+        assert "Going back failed as well" in client.status["replicas"][0]["error"]
+        assert client.status["unfinished"] == {server.url: "default"}
+        assert read_status(published.directory, "reload-client")["unfinished"] == {server.url: "default"}
+        assert_serves(other, published, 1)
+        assert not client.check(), "it is still away"
+        server.faults = set()
+        calls = len(server.calls)
+        assert client.check()
+        labels = [body["weight_version"] for _, body in server.calls[calls:] if "weight_version" in body]
+        assert labels == ["default", "adaflash-1"], "first back, then on"
+        assert_serves(server, published, 1)
+        assert client.status["unfinished"] == {}
+        assert client.status["replicas"][0]["acceptance_before"] == pytest.approx(3.0), "it was a whole drafter's"
+
+
+def test_a_client_that_is_killed_before_it_has_looked_whether_a_version_is_good(published, drafter):
+    """The server has the version and says so; nobody would ever look again."""
+    killed = threading.Event()
+    server = serving(published)
+
+    def answer(text: str) -> str:
+        if server.weight_version == "adaflash-1":
+            killed.wait(60)
+        return text
+
+    server.answer = answer
+    with server.run():
+        publish(published, drafter, BAD)
+        command = [sys.executable, "-m", "adaflash_hf.cli", "serve", "reload", "--replica", server.url]
+        command += ["--publish-dir", str(published.directory), "--probe-prompts", "1"]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+            while server.weight_version != "adaflash-1" or server.paths[-1] != "/v1/chat/completions":
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.kill()
+        killed.set()
+        probe = ServerProbe(num_prompts=1)
+        client = ReloadClient(published.directory, [ReplicaAddress(server.url)], ReloadClientSettings(), probe)
+        assert not client.run_once()
+        assert "accepts 0 drafts" in client.status["refused"][1]
+        client.close()
+    assert server.weight_version == "default"
+    assert_serves(server, published, 0)
+
+
+def test_what_was_left_open_is_closed_although_the_version_is_there(published, drafter):
+    server = serving(published)
+    with watching(published, server) as client:
+        publish(published, drafter, GOOD)
+        assert client.run_once()
+        server.session, server.is_paused = "draft", True
+        assert client.run_once()
+        assert server.session is None and not server.is_paused
+
+
+def test_a_cut_off_update_that_cannot_be_undone(published, drafter):
+    server = serving(published, weight_version="adaflash-1")
+    publish(published, drafter, GOOD)
+    with watching(published, server) as client:
+        StatusFile(published.directory, "reload-client").update(unfinished={server.url: "adaflash-77"})
+        assert client.run_once(), "there is nothing to go back to, so what is there stays"
+        assert client.status["unfinished"] == {}
+        assert "/update_weights_from_tensor" not in server.paths
+        StatusFile(published.directory, "reload-client").update(unfinished=[1])
+        assert client.run_once()
+
+
+def test_one_process_for_a_directory(published, drafter):
+    with watching(published, serving(published)) as client, client._alone():
+        with pytest.raises(PublishedVersionError, match="another process updates servers"):
+            ReloadClient(published.directory, [ReplicaAddress("http://127.0.0.1:9")]).run_once()
 
 
 def test_keys(published, drafter):

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,17 @@ def command(folder: Path, mode: str = "") -> tuple[LaunchCommand, str]:
     port = free_port()
     arguments = [sys.executable, "-c", SERVER, str(port), str(folder), mode]
     return LaunchCommand(arguments), f"http://127.0.0.1:{port}/health"
+
+
+@contextmanager
+def running(launch: LaunchCommand, health: str) -> Iterator[ServerProcess]:
+    server = ServerProcess(launch, health)
+    try:
+        assert server.wait_until_healthy(60, poll_s=0.01)
+        yield server
+    finally:
+        server.kill()
+        server.wait()
 
 
 def is_running(pid: int) -> bool:
@@ -118,6 +131,34 @@ def test_a_server_that_never_gets_well(tmp_path):
         run_server(launch, health, start_timeout_s=2)
     if (tmp_path / "grandchild").exists():  # a busy machine may not have come so far
         assert_nothing_is_left(tmp_path)
+
+
+def test_a_port_that_somebody_else_answers_on(tmp_path):
+    launch, health = command(tmp_path)
+    with running(launch, health):
+        with pytest.raises(ServerError, match="answered by another server already.*another port"):
+            run_server(LaunchCommand([sys.executable, "-c", "raise SystemExit(0)"]), health)
+
+
+def test_a_proxy_of_the_environment_and_a_server_that_speaks_no_http(tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    launch, health = command(tmp_path)
+    with running(launch, health) as server:
+        assert server.is_healthy()
+    with socket.create_server(("127.0.0.1", 0)) as place:
+
+        def greet() -> None:
+            connection, _ = place.accept()
+            with connection:
+                connection.recv(1024)
+                connection.sendall(b"220 mail.example.org ESMTP\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        server.health_url = f"http://127.0.0.1:{place.getsockname()[1]}/health"
+        assert not server.is_healthy()
+        thread.join()
 
 
 def test_variables_and_programs_that_are_not_there(tmp_path):

@@ -105,6 +105,20 @@ def test_the_plugin_and_its_settings(exports):
     assert str(command).startswith("SGLANG_RAGGED_VERIFY_MODE=compact ")
 
 
+@pytest.mark.parametrize("given", ["--port", "--port=31000", "--speculative-num-draft-tokens", "--model-path"])
+def test_what_is_passed_on_must_not_contradict(given):
+    with pytest.raises(InvalidInputError, match=f"`{given.partition('=')[0]}` stands among what is passed on"):
+        SGLangOptions(extra=("--log-level", "info", given, "9"))
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("fe80::1", "[fe80::1]"), ("localhost", "localhost")],  # noqa: S104
+)
+def test_where_it_answers(host, address):
+    assert SGLangOptions(host=host, port=31000).address == f"http://{address}:31000"
+
+
 def test_settings_of_the_plugin_without_it(exports):
     with pytest.raises(InvalidInputError, match="ADAFLASH_LENGTH_SCALE belong to the plugin.*--to sglang-plugin"):
         plan_launch(exports["sglang"], None, STOCK, SGLangOptions(length_scale=1.0))
