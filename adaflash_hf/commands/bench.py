@@ -217,21 +217,18 @@ def _load(
     from ..embedded_target import load_target
     from ..evaluation.bench import describe_environment
     from ..evaluation.bench_methods import BenchModels, needs_drafter
-    from ..generation.prepacking import prepack_linear_layers
-    from .loading import load_drafter, load_models
+    from .loading import load_drafter, load_models, settle_prepacking
 
     drafter_model: Any = None
     if any(needs_drafter(name) for name in methods):
         target_model, tokenizer, drafter_model = load_models(target, drafter, dtype, device, prepack, console)
     else:
         target_model, tokenizer = load_target(target, dtype, device=device)
-        if prepack:
-            prepack_linear_layers(target_model)
+        settle_prepacking(target_model, prepack)
     assistant_model: Any = None
     if extra.assistant is not None:
         assistant_model = load_target(extra.assistant, target_model.dtype, device=target_model.device).model
-        if prepack:
-            prepack_linear_layers(assistant_model)
+        settle_prepacking(assistant_model, prepack)
     head: Any = None
     if extra.confidence_head is not None:
         head = (
@@ -239,8 +236,8 @@ def _load(
         )
     pad = tokenizer.pad_token_id
     osd = None if extra.osd_drafter is None else load_drafter(extra.osd_drafter, target_model)
-    if osd is not None and prepack:
-        prepack_linear_layers(osd, allow_rounding=True)
+    if osd is not None:
+        settle_prepacking(osd, prepack, allow_rounding=True)
     models = BenchModels(target_model, drafter_model, assistant_model, head, 0 if pad is None else pad, osd)
     environment = describe_environment(target_model, drafter_model, prepacked=prepack, assistant=extra.assistant)
     return models, tokenizer, environment

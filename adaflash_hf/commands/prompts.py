@@ -43,8 +43,8 @@ def prompts(
     from rich.console import Console
 
     from ..embedded_target import load_target
-    from ..generation.prepacking import prepack_linear_layers
     from ..training.prompt_synthesis import SynthesisSettings, check_prompts_can_be_added
+    from .loading import settle_prepacking
 
     settings = SynthesisSettings(
         count=count,
@@ -60,8 +60,7 @@ def prompts(
     target_model, tokenizer = load_target(
         target, dtype.value, device=device, on_progress=lambda text: console.print(f"{text} ...", highlight=False)
     )
-    if prepack:
-        prepack_linear_layers(target_model)
+    settle_prepacking(target_model, prepack)
     report = _synthesize(target_model, tokenizer, out, settings, console)
     reasons = ", ".join(f"{number} {reason}" for reason, number in report.dropped.most_common()) or "none"
     console.print(

@@ -116,11 +116,10 @@ def trajectories(
     from rich.console import Console
 
     from ..embedded_target import load_target
-    from ..generation.prepacking import prepack_linear_layers
     from ..output_places import check_writable
     from ..training.initialization import default_target_layer_ids
     from ..training.trajectories import TrajectorySettings
-    from .loading import load_drafter
+    from .loading import load_drafter, settle_prepacking
 
     if length_policy is not None and drafter is None:
         raise InvalidInputError(f"`--length-policy` is {length_policy.value!r}, but there is no --drafter.")
@@ -140,9 +139,8 @@ def trajectories(
         target, dtype.value, device=device, on_progress=lambda text: console.print(f"{text} ...", highlight=False)
     )
     models = [target_model] if drafter is None else [target_model, load_drafter(drafter, target_model)]
-    if prepack:
-        for model in models:
-            prepack_linear_layers(model)
+    for model in models:
+        settle_prepacking(model, prepack)
     if features:
         layer_ids = parse_layer_ids(target_layer_ids) or default_target_layer_ids(target_model)
         settings = replace(settings, capture_layer_ids=tuple(layer_ids))

@@ -10,6 +10,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from ..errors import InvalidInputError, UnsupportedGenerationError
+from .automatic_prepacking import AutomaticPrepacking
 from .compatibility import check_drafter_fits_target, unwrap_model
 from .generation_options import option_value, take_stop_strings
 from .length_policies import LengthPolicy, build_length_policy
@@ -186,17 +187,18 @@ def generate_with_drafter(
         return decoding.run(input_ids, model_kwargs)
 
     generate = original_generate or transformers_generate()
-    return generate(
-        model,
-        inputs,
-        generation_config,
-        logits_processor,
-        stopping_criteria,
-        prefix_allowed_tokens_fn,
-        synced,
-        None,
-        streamer,
-        *args,
-        custom_generate=adaflash_decoding,
-        **kwargs,
-    )
+    with AutomaticPrepacking(model, assistant_model):
+        return generate(
+            model,
+            inputs,
+            generation_config,
+            logits_processor,
+            stopping_criteria,
+            prefix_allowed_tokens_fn,
+            synced,
+            None,
+            streamer,
+            *args,
+            custom_generate=adaflash_decoding,
+            **kwargs,
+        )

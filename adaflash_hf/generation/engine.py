@@ -15,6 +15,7 @@ from transformers.generation import GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from ..errors import EngineQueueFullError, EngineStoppedError, InvalidInputError
+from .automatic_prepacking import AutomaticPrepacking
 from .callbacks import Callbacks
 from .compatibility import check_drafter_fits_target, unwrap_model
 from .engine_bench import EngineRoundBench
@@ -95,6 +96,7 @@ class AdaFlashEngine:
             )
         self.target, self.drafter = target, drafter
         self.max_queue = max_queue
+        self._prepacking = AutomaticPrepacking(target, drafter)
         self._preparation = RequestPreparation(target, tokenizer, draft_proposal)
         self._recorder = EngineRecorder(unwrap_model(target).device)
         self._rounds = EngineRounds(target, drafter, self.policy, self._recorder, prefill_chunk_tokens)
@@ -205,7 +207,7 @@ class AdaFlashEngine:
             self._check_alive()
             self._stepping = threading.get_ident()
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self._prepacking:
                     return self._step()
             except BaseException as error:
                 self._die(error)
@@ -327,7 +329,7 @@ class AdaFlashEngine:
 
     def prepare(self) -> None:
         """Lets the length policy measure what it needs to know. Otherwise the first round does."""
-        with self._step_lock:
+        with self._step_lock, self._prepacking:
             self._is_prepared = True
             if self.policy is not None and self.drafter is not None:
                 limits = self._scheduler.config.max_concurrency, self._scheduler.config.memory_limit_bytes

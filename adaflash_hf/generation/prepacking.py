@@ -13,10 +13,11 @@ it emulates them row by row. Here a weight is rearranged once, in one of two lay
 Milliseconds of 30 layers of 576 x 1536 on one AVX2 core (float32 `nn.Linear`, bfloat16 `nn.Linear`, full, half): one
 row 10, 7, 10, 4; four rows 18, 26, 14, 5; eight rows 19, 47, 15, 8; sixteen rows 27, 91, 23, 12.
 
-A copy costs memory: as much as the weight itself, or half of it for a float32 weight in the half layout. So it is the
-user's choice. One row of bfloat16 or float16 stays with PyTorch all the same: in a whole model, with casts before and
-after every layer, its own was faster (67 ms of SmolLM2-135M's step against 90). So does one row on one thread (float32
-62 ms against 67; on two threads 64 against 56).
+A copy costs memory: as much as the weight itself, or half of it for a float32 weight in the half layout. While tokens
+are generated it is made unasked where there is plenty (`automatic_prepacking.py`). One row of bfloat16 or float16
+stays with PyTorch all the same: in a whole model, with casts before and after every layer, its own was faster (67 ms
+of SmolLM2-135M's step against 90). So does one row on one thread (float32 62 ms against 67; on two threads 64
+against 56).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,9 +41,13 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "USERS",
     "PrepackedLinear",
     "can_prepack",
+    "can_prepack_full",
     "can_prepack_half",
+    "is_kept_plain",
+    "is_rearranged",
     "prepack_linear_layers",
     "restore_linear_layers",
     "unpacked_twin",
@@ -83,6 +89,11 @@ def _full_operators() -> tuple[Any, Any] | None:
     return operators._reorder_linear_weight.default, operators._linear_pointwise.default
 
 
+def can_prepack_full() -> bool:
+    """Whether this build of PyTorch has oneDNN's operators for rearranged float32 weights."""
+    return _full_operators() is not None
+
+
 def can_prepack(module: nn.Module) -> bool:
     """
     Whether a module is a plain linear layer on the CPU that rearranging makes faster: in float32, or in bfloat16 or
@@ -100,6 +111,32 @@ def can_prepack(module: nn.Module) -> bool:
     )
 
 
+class _Copy:
+    """A rearranged weight, and which weight it is of."""
+
+    def __init__(self, weight: torch.Tensor, multiply: Multiply | None):
+        self.multiply = multiply
+        # Held as well, so that no other weight comes to lie at its address.
+        self._weight, self._version = weight.detach(), _version_of(weight)
+
+    def is_of(self, weight: torch.Tensor) -> bool:
+        """Whether this is the weight, unchanged since."""
+        return weight.data_ptr() == self._weight.data_ptr() and _version_of(weight) == self._version
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    """Grows with each change in place, of which tensors made under inference mode keep no count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+# Beside the modules, which can be copied and pickled as ever: neither layout can be copied, nor oneDNN's pickled.
+_COPIES: weakref.WeakKeyDictionary[nn.Module, _Copy] = weakref.WeakKeyDictionary()
+# Layers that the user wants as they are.
+_KEPT_PLAIN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Attribute of layers that are prepacked for as long as somebody generates: how many do.
+USERS = "_adaflash_users"
+
+
 class PrepackedLinear(nn.Linear):
     """`nn.Linear` that keeps a rearranged copy of its weight for inference.
 
@@ -112,15 +149,14 @@ class PrepackedLinear(nn.Linear):
     def _packed(self) -> Multiply | None:
         """Multiplies by the rearranged weight; None where it is not one to rearrange, as after a move to a GPU."""
         weight = self.weight
-        stamp = (weight.data_ptr(), weight._version)
-        cached = self.__dict__.get("_packed_weight")
-        if cached is None or cached[0] != stamp:
-            cached = (stamp, _rearrange(weight.detach(), self.allows_rounding) if can_prepack(self) else None)
-            self.__dict__["_packed_weight"] = cached
-        return cached[1]
+        copy = _COPIES.get(self)
+        if copy is None or not copy.is_of(weight):
+            copy = _Copy(weight, _rearrange(weight.detach(), self.allows_rounding) if can_prepack(self) else None)
+            _COPIES[self] = copy
+        return copy.multiply
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled() or input.dtype != self.weight.dtype:
+        if torch.is_grad_enabled() or input.dtype != self.weight.dtype or torch.compiler.is_compiling():
             return super().forward(input)
         multiply = self._packed()
         if multiply is None or _suits_pytorch(input, multiply):
@@ -137,10 +173,6 @@ class PrepackedLinear(nn.Linear):
         """How the weight is laid out; None if it is not, as after a move to a GPU."""
         multiply = self._packed()
         return None if multiply is None else "half" if isinstance(multiply, _HalfWeight) else "full"
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Neither layout can be deep-copied, and oneDNN's cannot be pickled.
-        return {name: value for name, value in self.__dict__.items() if name != "_packed_weight"}
 
 
 class _FullWeight:
@@ -232,6 +264,8 @@ def prepack_linear_layers(model: nn.Module, *, allow_rounding: bool = False) -> 
     layers = [module for module in model.modules() if can_prepack(module)]
     for layer in layers:
         layer.__class__ = PrepackedLinear
+        layer.__dict__.pop(USERS, None)
+        _KEPT_PLAIN.discard(layer)
         if allow_rounding:
             layer.allows_rounding = True  # type: ignore[assignment]
         layer._packed()  # type: ignore[operator]
@@ -239,12 +273,31 @@ def prepack_linear_layers(model: nn.Module, *, allow_rounding: bool = False) -> 
 
 
 def restore_linear_layers(model: nn.Module) -> None:
-    """Turns prepacked layers back into plain ones and frees the rearranged copies."""
+    """
+    Turns prepacked layers back into plain ones, frees the rearranged copies, and has `generate()` and engines make no
+    new ones.
+
+    Args:
+        model (`nn.Module`): A target or a drafter. Changed in place.
+    """
     for module in model.modules():
-        if isinstance(module, PrepackedLinear):
-            for name in ("_packed_weight", "allows_rounding"):
-                module.__dict__.pop(name, None)
-            object.__setattr__(module, "__class__", nn.Linear)
+        if type(module) not in (nn.Linear, PrepackedLinear):
+            continue
+        _COPIES.pop(module, None)
+        _KEPT_PLAIN.add(module)
+        for name in (USERS, "allows_rounding"):
+            module.__dict__.pop(name, None)
+        object.__setattr__(module, "__class__", nn.Linear)
+
+
+def is_kept_plain(module: nn.Module) -> bool:
+    """Whether [`restore_linear_layers`] was the last that the user said of a layer."""
+    return module in _KEPT_PLAIN
+
+
+def is_rearranged(module: nn.Module) -> bool:
+    """Whether there is a rearranged copy of a layer's weight, in use or kept for the next time."""
+    return module in _COPIES
 
 
 def unpacked_twin(model: PreTrainedModel) -> PreTrainedModel:

@@ -182,16 +182,15 @@ class _Inference:
 
     def _load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DFlashDrafterModel, int]:
         from ..embedded_target import load_target, without_progress_bars
-        from ..generation.prepacking import prepack_linear_layers
+        from ..generation.prepacking import prepack_linear_layers, restore_linear_layers
 
         side = self._settings.side
         with without_progress_bars():
             target, tokenizer = load_target(side.target, side.dtype, device=side.device)
             drafter, version = load_served_drafter(PublishedVersions(side.publish_dir), side.drafter, target.dtype)
         drafter = drafter.to(target.device).eval()
-        if self._settings.prepack:
-            for model in (target, drafter):
-                prepack_linear_layers(model)
+        for model in (target, drafter):
+            (prepack_linear_layers if self._settings.prepack else restore_linear_layers)(model)
         return target, tokenizer, drafter, version
 
     def _encode(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], str]]:
