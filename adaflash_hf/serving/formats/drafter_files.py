@@ -18,6 +18,7 @@ from ...atomic_directories import directory_written_aside
 from ...checkpoint_loading import compare_shapes
 from ...configuration_dflash_drafter import DFlashDrafterConfig
 from ...embedded_target import without_progress_bars
+from ...error_text import first_line
 from ...errors import DrafterCheckpointError, DrafterExportError, InvalidInputError, OutputError
 from ...modeling_dflash_drafter import DFlashDrafterModel
 from ...output_places import check_room, check_writable, writing_to
@@ -105,7 +106,13 @@ def interpret(
         )
     shapes = {name: _shape_of(checkpoint, reading, name) for name in reading.sources}
     shapes |= {name: tuple(tensor.shape) for name, tensor in reading.computed.items()}
-    compare_shapes(DFlashDrafterModel, config, shapes, checkpoint.source)
+    try:
+        compare_shapes(DFlashDrafterModel, config, shapes, checkpoint.source)
+    except RuntimeError as error:
+        # Sizes beyond what torch can count: no memory is taken for this, so nothing else stops them.
+        raise DrafterCheckpointError(
+            f"{checkpoint.source}: config.json makes no drafter: its sizes are impossible ({first_line(error)})."
+        ) from error
     return config, reading
 
 

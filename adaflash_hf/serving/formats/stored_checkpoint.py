@@ -104,6 +104,11 @@ def open_checkpoint(path: str | os.PathLike[str], hub: Mapping[str, Any] | None 
                 "offline, in its cache. Correct the name."
             )
         raise DrafterCheckpointError(f"{source} has no {CONFIG_NAME}. Pass the directory that holds the checkpoint.")
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DrafterCheckpointError(
+            f"{source}: `architectures` in {CONFIG_NAME} is {names!r}; expected a list of names of classes."
+        )
     try:
         files = find_weight_files(source, None, options)
     except DrafterCheckpointError as error:

@@ -161,6 +161,9 @@ def test_values_that_are_not_finite_are_refused(value: str, bundle: DrafterBundl
         ({"block_size": 1}, "config.json makes no drafter: .*`block_size` is 1"),
         ({"quantization_config": {"quant_method": "fp8"}}, "is quantised"),
         ({"intermediate_size": 49}, "has shape .48, 32., but config.json asks for .49, 32."),
+        ({"hidden_size": 10**12}, "config.json makes no drafter: its sizes are impossible"),
+        ({"architectures": [None]}, "`architectures` in config.json is .None.; expected a list of names"),
+        ({"architectures": "DFlashDraftModel"}, "is 'DFlashDraftModel'; expected a list of names"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "`architectures` is .'Qwen3ForCausalLM'."),
     ],
 )
