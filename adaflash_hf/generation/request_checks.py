@@ -27,15 +27,19 @@ OTHER_WAYS_OF_DECODING = (
     "force_words_ids",
 )
 # Their recurrent layers go on from a cached state when several tokens come at once, and give back a state that was
-# put away. Others (Jamba, MiniMax, Falcon-H1, Zamba2) begin anew with a block, or do not, and then answer otherwise.
+# put away. Others (Jamba, Zamba, MiniMax) begin anew with a block, and then answer otherwise.
 CONTINUING_HYBRIDS = (
+    "bamba",
+    "falcon_h1",
     "granitemoehybrid",
     "lfm2",
     "lfm2_moe",
+    "nemotron_h",
     "olmo_hybrid",
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
+    "zamba2",
 )
 
 

@@ -27,6 +27,7 @@ from .cache_rollback import (
 )
 from .grouped_attention import GroupedAttention
 from .statistics import StatisticsRecorder
+from .step_bounds import StepBounds
 
 
 __all__ = ["TargetRunner", "cache_argument_name"]
@@ -82,6 +83,7 @@ class TargetRunner:
         self.cache = cache
         self.recorder = recorder
         self._attention = GroupedAttention(model)
+        self._step_bounds = StepBounds(model)
         self._cache_name = cache_argument_name(model)
         self._prompt_kwargs = model_kwargs
         self._step_kwargs = {key: value for key, value in model_kwargs.items() if key not in PROMPT_ONLY_KWARGS}
@@ -117,6 +119,9 @@ class TargetRunner:
         inputs = self.model.prepare_inputs_for_generation(
             input_ids, **{self._cache_name: self.cache}, use_cache=True, **kwargs, **self._step_kwargs
         )
+        # Some models prepare themselves for the logits of one row, which is all that plain decoding wants.
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = kwargs.get("logits_to_keep", 0)
         self.recorder.count_target_forward()
         with self._attention.active():
             return self.model(**inputs, **self._outputs_kwargs)
@@ -223,7 +228,8 @@ class TargetRunner:
             kwargs["attention_mask"] = torch.cat([self._slot_mask, ones], dim=1)
         if self._next_position is not None:
             kwargs["position_ids"] = self._next_position + self._steps_up_to(length)
-        return self._forward(block_ids, **kwargs)
+        with self._step_bounds.lifted():
+            return self._forward(block_ids, **kwargs)
 
     def _steps_up_to(self, length: int) -> torch.Tensor:
         """0, 1, … `length` - 1, made once."""
