@@ -203,8 +203,9 @@ def _handler(server: SGLangServer) -> type[BaseHTTPRequestHandler]:
             pass
 
         def _reply_raw(self, data: bytes, is_stream: bool) -> None:
+            self.close_connection = True
             self.send_response(200)
-            kind = {"Content-Type": "text/event-stream" if is_stream else "application/json"}
+            kind = {"Content-Type": "text/event-stream" if is_stream else "application/json", "Connection": "close"}
             for name, value in {**kind, "Content-Length": str(len(data)), **server.raw_headers}.items():
                 self.send_header(name, value)
             self.end_headers()

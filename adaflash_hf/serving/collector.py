@@ -229,7 +229,11 @@ class Collector:
         if listener is None or answer.headers.get("content-type", "").startswith("text/event-stream"):
             response: Response = StreamingResponse(self._streamed(answer, listener), answer.status_code)
         else:
-            read = await _while_connected(request, _read_whole(answer))
+            try:
+                read = await _while_connected(request, _read_whole(answer))
+            except self._http_module.HTTPError as error:
+                self.tokens.count("broken_off")
+                return self._unreachable(error)
             if read is None:
                 return self._left(listener)
             content = listener.whole(read)
@@ -271,7 +275,9 @@ class Collector:
     def _unreachable(self, error: Exception) -> Response:
         from starlette.responses import JSONResponse
 
-        message = f"The server at {self.settings.root} cannot be reached: {type(error).__name__}: {error}"
+        message = (
+            f"The server at {self.settings.root} cannot be reached, or broke off: {type(error).__name__}: {error}"
+        )
         return JSONResponse({"error": {"message": message, "type": "upstream_error", "code": 502}}, 502)
 
 

@@ -193,6 +193,7 @@ class ReloadClient:
         Returns:
             `bool`: whether all servers now have the version they should have.
         """
+        self._undo_unfinished()
         try:
             pointer = self.versions.pointer()
             version = None if pointer is None else self.versions.get(pointer.version)
@@ -221,13 +222,11 @@ class ReloadClient:
         does not keep the others from being updated.
         """
         status = self.replicas[replica.url]
-        if status.is_damaged:
+        if status.is_damaged or replica.url in self._unfinished:
             return True
         try:
             label = replica.weight_version()
             status.version = version_of_label(label)
-            if replica.url in self._unfinished:
-                self._undo(replica, status)
             if status.version != version.version:
                 self._update(replica, status, version, pointer)
             status.error = ""
@@ -290,20 +289,29 @@ class ReloadClient:
             report.pause_s,
         )
 
-    def _undo(self, replica: Replica, status: ReplicaStatus) -> None:
-        """Puts back what a server had before an update that was cut off, so that the next one starts from there."""
-        label, served = self._unfinished[replica.url], replica.served()
+    def _undo_unfinished(self) -> None:
+        """
+        Puts back what servers had before an update that was cut off. One that is away waits for that, and nothing else
+        is done with it before.
+        """
+        for replica in self._replicas:
+            status = self.replicas[replica.url]
+            if replica.url in self._unfinished and not status.is_damaged:
+                try:
+                    self._undo(replica, self._unfinished[replica.url])
+                    self._unfinished.pop(replica.url)
+                except AdaFlashError as error:
+                    status.error = str(error)
+
+    def _undo(self, replica: Replica, label: str) -> None:
+        served = replica.served()
         try:
             before = self._current_weights(served, version_of_label(label))
-        except ServerError as error:
+        except AdaFlashError as error:
             logger.warning("An update of %s was cut off and cannot be undone: %s", replica.url, error)
-        else:
-            logger.warning("%s: an update was cut off; going back to %s first", replica.url, label)
-            ReplicaUpdate(replica, served, before, self._probe, bucket_bytes=self.settings.bucket_bytes).put_back(
-                label
-            )
-            status.version = version_of_label(label)
-        self._unfinished.pop(replica.url)
+            return
+        logger.warning("%s: an update was cut off; going back to %s first", replica.url, label)
+        ReplicaUpdate(replica, served, before, self._probe, bucket_bytes=self.settings.bucket_bytes).put_back(label)
 
     def _clean_up(self) -> None:
         """After a process before this one that was killed while it updated."""

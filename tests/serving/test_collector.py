@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import http.client
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -175,6 +177,18 @@ def test_a_server_that_is_not_there(tmp_path):
     assert "http://127.0.0.1:9 cannot be reached" in answer.json()["error"]["message"]
 
 
+def test_a_server_that_is_killed_in_the_middle_of_a_whole_answer(tmp_path):
+    half = SGLangServer(raw=b'{"choices": [', raw_headers={"Content-Length": "1000"})
+    with half.run() as server, collecting(server.url, tmp_path) as running:
+        answer = running.post("/v1/chat/completions", CHAT)
+        assert answer.status_code == 502
+        assert "broke off" in answer.json()["error"]["message"]
+        assert running.collector.tokens.counts == {"broken_off": 1}
+        # What is passed on unread must not look whole either.
+        with pytest.raises(httpx.RemoteProtocolError):
+            running.post("/v1/chat/completions", CHAT, headers={RECORD_HEADER: "no"})
+
+
 @pytest.mark.parametrize(("fault", "message"), [("fails_midway", "out of memory"), ("breaks_off", "broke off")])
 def test_answers_that_fail_midway(tmp_path, fault, message):
     with SGLangServer(faults={fault}).run() as server, collecting(server.url, tmp_path) as running:
@@ -228,14 +242,16 @@ def test_odd_answers_about_the_server_itself(tmp_path):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_left(tmp_path, stream):
     with SGLangServer(faults={"slow"}).run() as server, collecting(server.url, tmp_path) as running:
-        body = {"prompt": "hello there", "stream": stream}
-        with httpx.Client(trust_env=False, timeout=20) as client:
-            if stream:
-                with client.stream("POST", f"{running.url}/v1/completions", json=body) as answer:
-                    next(answer.iter_lines())
-            else:
-                with pytest.raises(httpx.ReadTimeout):
-                    client.post(f"{running.url}/v1/completions", json=body, timeout=0.3)
+        body = json.dumps({"prompt": "hello there", "stream": stream}).encode()
+        connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=20)
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        if stream:
+            connection.getresponse().readline()
+        else:
+            while "/v1/completions" not in dict(server.calls):
+                time.sleep(0.01)
+        connection.sock.shutdown(socket.SHUT_RDWR)
+        connection.close()
         assert server.gone.wait(20)
         if stream:
             running.wait_for("ids")

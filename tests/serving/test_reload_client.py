@@ -258,6 +258,20 @@ def test_a_server_that_goes_down_midway_starts_from_what_it_had(published, draft
         assert client.status["replicas"][0]["acceptance_before"] == pytest.approx(3.0), "it was a whole drafter's"
 
 
+def test_a_server_that_went_down_midway_goes_back_although_another_refused_the_version(published, drafter):
+    server, other = serving(published), serving(published)
+    with watching(published, server, other, bucket_bytes=4096) as client:
+        publish(published, drafter, BAD)
+        server.faults = {"goes_down"}
+        assert not client.check()
+        assert "accepts 0 drafts" in client.status["refused"][1] and server.url in client.status["unfinished"]
+        server.faults = set()
+        assert not client.check()
+        assert_serves(server, published, 0)
+        assert_serves(other, published, 0)
+        assert client.status["unfinished"] == {}
+
+
 def test_a_client_that_is_killed_before_it_has_looked_whether_a_version_is_good(published, drafter):
     """The server has the version and says so; nobody would ever look again."""
     killed = threading.Event()
