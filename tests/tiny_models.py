@@ -72,6 +72,37 @@ ARCHITECTURE_FIELDS["lfm2"] = {"layer_types": ["conv", "full_attention"] * (NUM_
 ARCHITECTURE_FIELDS["qwen3_5_text"] = {
     name: value for name, value in ARCHITECTURE_FIELDS["qwen3_next"].items() if name.startswith(("layer", "linear"))
 }
+MAMBA2_FIELDS: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
+ARCHITECTURE_FIELDS["bamba"] = {**MAMBA2_FIELDS, "attn_layer_indices": [1, 3]}
+ARCHITECTURE_FIELDS["falcon_h1"] = {**MAMBA2_FIELDS, "mamba_d_ssm": 64}
+ARCHITECTURE_FIELDS["nemotron_h"] = {
+    "layers_block_type": ["mamba", "attention", "mamba", "moe"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 1,
+    "chunk_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+}
+ARCHITECTURE_FIELDS["zamba2"] = {
+    "layers_block_type": ["mamba", "hybrid"] * (NUM_TARGET_LAYERS // 2),
+    "mamba_d_state": 8,
+    "mamba_ngroups": 1,
+    "n_mamba_heads": 4,
+    "chunk_size": 8,
+    "num_mem_blocks": 1,
+    "adapter_rank": 4,
+}
+MAMBA2_ARCHITECTURES = ("bamba", "falcon_h1", "nemotron_h", "zamba2")
 # A hybrid whose recurrent layers begin anew when they are given several tokens at once.
 ARCHITECTURE_FIELDS["jamba"] = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
 RECURRENT_ARCHITECTURES = ("qwen3_next",)

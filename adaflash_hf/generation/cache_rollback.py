@@ -78,9 +78,11 @@ def check_cache_can_roll_back(cache: Any, batch_size: int, use_cache: bool = Tru
             f"`cache` has only recurrent layers ({type(cache.layers[0]).__name__}), which do not count the tokens "
             "they have seen. Generate without `assistant_model`."
         )
+    # Where some layers are recurrent, each row of a batch gets a cache of its own.
+    rows = 1 if has_linear_attention(cache) else batch_size
     for layer in cache.layers:
         if not isinstance(layer, LinearAttentionCacheLayerMixin):
-            _check_layer_can_roll_back(layer, batch_size)
+            _check_layer_can_roll_back(layer, rows)
     if batch_size > 1 and getattr(cache, "offloading", False):
         raise UnsupportedGenerationError(
             f"`cache` is offloaded and the batch holds {batch_size} sequences. Use the default cache, or one prompt "
