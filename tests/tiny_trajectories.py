@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from stand_ins import byte_target
 from tiny_models import VOCAB_SIZE
 from transformers import PreTrainedModel
 
+from adaflash_hf.cli import main
 from adaflash_hf.training.trajectories import TrajectorySettings, generate_trajectories
 
 
@@ -28,6 +30,17 @@ def make_trajectories(directory: Path, target: PreTrainedModel, count: int = 12,
     fields = {"max_new_tokens": 10, "batch_size": 4, **settings}
     generate_trajectories(target, prompts, domains, directory, TrajectorySettings(**fields))
     return directory
+
+
+def byte_trajectories(directory: Path) -> Path:
+    """Twelve of the byte target, with soft targets and the features of one layer."""
+    return make_trajectories(directory, byte_target(), teacher_top_k=4, capture_layer_ids=(2,))
+
+
+def run_train(trajectories: Path, out: str | Path, *options: object, steps: int = 30) -> int:
+    """Exit code of `adaflash train` on them, a few steps with three held out."""
+    common = ["--held-out", 3, "--steps", steps, "--batch-size", 3, "--anchors", 4]
+    return main([str(word) for word in ["train", "--trajectories", trajectories, "--out", out, *common, *options]])
 
 
 def run_until_killed(function: Callable[[], None]) -> None:

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -91,17 +88,11 @@ def test_wrong_usage(drafter, tmp_path, capsys):
     assert main(["export", drafter, str(tmp_path / "out"), "--to", "ollama"]) == 2
 
 
-@pytest.mark.slow
-def test_a_drafter_on_the_hub(drafter, tmp_path):
-    """In a process of its own, because HF_ENDPOINT is read on import."""
+def test_a_drafter_on_the_hub(drafter, tmp_path, monkeypatch, capsys):
     with running_hub() as hub:
+        hub.serve_this_process(monkeypatch, tmp_path / "cache")
         hub.repositories["org/drafter"] = {path.name: path.read_bytes() for path in Path(drafter).iterdir()}
-        environment = {**os.environ, **hub.environment(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
-        environment.pop("HF_HUB_OFFLINE", None)
-        arguments = ["export", "org/drafter", str(tmp_path / "out"), "--to", "sglang-plugin", "--json"]
-        result = subprocess.run(
-            [sys.executable, "-m", "adaflash_hf.cli", *arguments], capture_output=True, text=True, env=environment
-        )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["tensors"] == 31
+        capsys.readouterr()
+        assert main(["export", "org/drafter", str(tmp_path / "out"), "--to", "sglang-plugin", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] == 31
     assert "length_head.down.weight" in load_file(tmp_path / "out" / "model.safetensors")

@@ -12,7 +12,7 @@ from hub_server import running_hub
 from safetensors.torch import load_file
 from stand_ins import byte_target, byte_tokenizer, load_byte_target
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_trajectories import make_trajectories, run_until_killed
+from tiny_trajectories import byte_trajectories, make_trajectories, run_train, run_until_killed
 
 from adaflash_hf import ConfidenceHeadModel, DFlashDrafterModel, embedded_target
 from adaflash_hf.cli import main
@@ -30,15 +30,12 @@ def tiny_targets(monkeypatch):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("trajectories")
-    return make_trajectories(path, byte_target(), teacher_top_k=4, capture_layer_ids=(2,))
+    return byte_trajectories(tmp_path_factory.mktemp("trajectories"))
 
 
 def run(directory, out, *extra):
     fixed = ["--layers", 2, "--block-size", 4] if "--init" not in extra else []
-    common = ["--held-out", 3, "--steps", 30, "--batch-size", 3, "--anchors", 4]
-    arguments = ["train", "--trajectories", directory, "--out", out, *common, *fixed, *extra]
-    return main([str(argument) for argument in arguments])
+    return run_train(directory, out, *fixed, *extra)
 
 
 def test_from_scratch_then_on_then_the_head_alone(directory, tmp_path, capsys):

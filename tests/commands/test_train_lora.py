@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from stand_ins import byte_target, load_byte_target
-from tiny_trajectories import make_trajectories
+from tiny_trajectories import byte_trajectories, run_train
 
 from adaflash_hf import DFlashDrafterModel
 from adaflash_hf.cli import main
@@ -21,13 +21,11 @@ def tiny_targets(monkeypatch):
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("trajectories")
-    return make_trajectories(path, byte_target(), teacher_top_k=4, capture_layer_ids=(2,))
+    return byte_trajectories(tmp_path_factory.mktemp("trajectories"))
 
 
 def run(directory, out, *extra):
-    common = ["--held-out", 3, "--steps", 4, "--batch-size", 3, "--anchors", 4]
-    return main([str(word) for word in ["train", "--trajectories", directory, "--out", out, *common, *extra]])
+    return run_train(directory, out, *extra, steps=4)
 
 
 def test_an_adapter_is_trained_saved_loaded_and_merged(directory, tmp_path, monkeypatch, capsys):
