@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from adaflash_hf import embedded_target
+from adaflash_hf.commands import loading
 from adaflash_hf.embedded_target import LoadedTarget
 from adaflash_hf.generation.statistics import GenerationStats
 
@@ -43,7 +44,8 @@ def byte_target() -> PreTrainedModel:
 
 def load_byte_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every command load that target, whatever it is asked for, and print to a wide terminal."""
-    monkeypatch.setattr(embedded_target, "load_target", lambda *a, **k: LoadedTarget(byte_target(), byte_tokenizer()))
+    for module in (embedded_target, loading):  # the second has its own name for it, once it is imported
+        monkeypatch.setattr(module, "load_target", lambda *a, **k: LoadedTarget(byte_target(), byte_tokenizer()))
     monkeypatch.setenv("COLUMNS", "160")
 
 

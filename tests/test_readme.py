@@ -21,6 +21,7 @@ from stand_ins import SPECIAL_TOKENS, byte_tokenizer
 from tiny_models import tiny_target
 
 from adaflash_hf import cli, embedded_target
+from adaflash_hf.commands import loading
 from adaflash_hf.commands.options import DraftProposal, LengthPolicy
 from adaflash_hf.embedded_target import LoadedTarget
 from adaflash_hf.evaluation.speed import headline_table, headline_text
@@ -138,7 +139,8 @@ def tiny_everything(monkeypatch, tmp_path):
     def always(result: Any) -> Any:
         return classmethod(lambda cls, *args, **kwargs: result)
 
-    monkeypatch.setattr(embedded_target, "load_target", lambda *a, **k: LoadedTarget(target, tokenizer))
+    for module in (embedded_target, loading):  # the second has its own name for it, once it is imported
+        monkeypatch.setattr(module, "load_target", lambda *a, **k: LoadedTarget(target, tokenizer))
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", always(adapted_drafter(vocab_size=VOCABULARY)))
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", always(target))
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", always(tokenizer))
