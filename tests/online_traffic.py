@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from tiny_models import VOCAB_SIZE
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from adaflash_hf.online.recorded_trajectory import RecordedTrajectory
@@ -43,6 +45,7 @@ def in_fork(function: Callable[..., None], *args: Any) -> Iterator[multiprocessi
 
     def single_threaded() -> None:
         torch.set_num_threads(1)  # the threads of the parent's pool do not exist in a fork
+        tqdm.set_lock(threading.RLock())  # the usual one is shared with forks, and stays taken by one that was killed
         function(*args)
 
     process = multiprocessing.get_context("fork").Process(target=single_threaded, daemon=True)

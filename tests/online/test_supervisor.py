@@ -4,11 +4,13 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 
 import pytest
 from tiny_online_run import NUM_PROMPTS, inference_settings, save_models, trainer_settings
+from tqdm import tqdm
 
 from adaflash_hf.errors import InvalidInputError, PublishedVersionError
 from adaflash_hf.online import supervisor as supervisor_module
@@ -29,6 +31,7 @@ def models(tmp_path_factory):
 def forked(monkeypatch):
     """Sides have all imports already; the command's own test starts them as users do."""
     monkeypatch.setattr(supervisor_module, "_context", lambda: multiprocessing.get_context("fork"))
+    tqdm.set_lock(threading.RLock())  # the usual one is shared with forks, and stays taken by one that was killed
 
 
 def die_once(monkeypatch, owner, name, marker, is_due):
