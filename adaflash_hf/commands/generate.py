@@ -136,7 +136,9 @@ def read_prompts(prompts: list[str], prompt_file: Path | None) -> list[str]:
     if not texts:
         raise InvalidInputError("`PROMPT` is missing; pass it in quotes, with --prompt-file, or on standard input.")
     if any(not text.strip() for text in texts):
-        raise InvalidInputError("`PROMPT` is empty; pass some text.")
+        raise InvalidInputError(
+            "`PROMPT` is empty; pass some text, in quotes, with --prompt-file, or on standard input."
+        )
     return texts
 
 

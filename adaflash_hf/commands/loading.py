@@ -45,6 +45,11 @@ def find_drafter(target: str, drafter: str | None) -> str:
             Value of `--drafter`.
     """
     if drafter is not None:
+        if _is_missing_directory(drafter):
+            raise InvalidInputError(
+                f"`--drafter` is {drafter!r}, and there is no such directory here; pass a directory with a "
+                "config.json and model.safetensors, or a Hub id as 'org/name'."
+            )
         return drafter
     if target != EMBEDDED_TARGET_NAME:
         raise InvalidInputError(
@@ -58,6 +63,13 @@ def find_drafter(target: str, drafter: str | None) -> str:
             f"{_DRAFTER_OF_EMBEDDED_TARGET}, which is not there; pass --drafter with a Hub id or directory."
         )
     return str(directory)
+
+
+def _is_missing_directory(name_or_path: str) -> bool:
+    """Whether this can only be meant as a directory, and is none: the Hub would be asked for it, for a long time."""
+    path = Path(name_or_path)
+    looks_local = path.is_absolute() or len(path.parts) != 2 or name_or_path.startswith((".", "~"))
+    return not path.is_dir() and (looks_local or Path(path.parts[0]).is_dir())
 
 
 def load_drafter(name_or_path: str, target_model: PreTrainedModel) -> DFlashDrafterModel:

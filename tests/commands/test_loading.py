@@ -69,6 +69,15 @@ def test_the_drafter_is_looked_for_before_the_target_loads(monkeypatch, console)
         load_models("org/target", None, "auto", None, True, console)
 
 
+@pytest.mark.parametrize("name", ["checkpoints/nope", "./nope", "~/nope", "/nope", "nope", "a/b/c"])
+def test_a_missing_directory_is_told_before_the_target_loads(name, tmp_path, monkeypatch, console):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(loading, "load_target", lambda *args, **kwargs: pytest.fail("the target was loaded"))
+    with pytest.raises(InvalidInputError, match="no such directory here"):
+        load_models("smollm2-135m", name, "auto", None, True, console)
+
+
 @pytest.mark.parametrize("prepack", [True, False])
 def test_prepacks_both_models_when_asked(tmp_path, console, prepack):
     save_tiny_models(tmp_path)
