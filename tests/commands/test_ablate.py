@@ -81,7 +81,7 @@ def test_length_heads_side_by_side(directory, drafter, tmp_path, capsys):
     assert results["held_out"] == 3
 
 
-@pytest.mark.parametrize("command", [("objectives", "--from-scratch"), ("length-head", "--drafter", "x")])
+@pytest.mark.parametrize("command", [("objectives", "--from-scratch"), ("length-head", "--drafter", "org/x")])
 def test_a_place_that_cannot_be_written_is_refused_before_the_target_is_loaded(command, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(embedded_target, "load_target", None)
     (tmp_path / "file").touch()
