@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from tiny_models import VOCAB_SIZE
-from tqdm import tqdm
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from adaflash_hf.online.recorded_trajectory import RecordedTrajectory

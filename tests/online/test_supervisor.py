@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from tiny_online_run import NUM_PROMPTS, inference_settings, save_models, trainer_settings
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from adaflash_hf.errors import InvalidInputError, PublishedVersionError
 from adaflash_hf.online import supervisor as supervisor_module
