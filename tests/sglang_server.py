@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import itertools
 import json
 import pickle
 import re
@@ -25,6 +26,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from stand_ins import byte_tokenizer
+
+
+# No two responses share an id, however many threads answer at once: a buffer takes each id once.
+_RESPONSE_NUMBERS = itertools.count()
 
 
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
@@ -309,7 +314,7 @@ def _handler(server: SGLangServer) -> type[BaseHTTPRequestHandler]:
             if "updated_meanwhile" in server.faults:
                 spans = [{"version": "adaflash-1", "start": 0, "end": half}, {**spans[0], "start": half}]
             fields = {
-                "id": f"id-{len(server.calls)}",
+                "id": f"id-{next(_RESPONSE_NUMBERS)}",
                 "choices": [choice],
                 "usage": self._usage(ids, output),
                 "metadata": {"weight_version": server.weight_version, "weight_versions": spans},
@@ -332,7 +337,7 @@ def _handler(server: SGLangServer) -> type[BaseHTTPRequestHandler]:
             return extension
 
         def _stream(self, body: dict[str, Any], ids: list[int], text: str, output: list[int]) -> None:
-            is_chat, name = "messages" in body, f"id-{len(server.calls)}"
+            is_chat, name = "messages" in body, f"id-{next(_RESPONSE_NUMBERS)}"
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream; charset=utf-8")
             self.send_header("Transfer-Encoding", "chunked")
