@@ -217,7 +217,8 @@ def _load(
     from ..embedded_target import load_target
     from ..evaluation.bench import describe_environment
     from ..evaluation.bench_methods import BenchModels, needs_drafter
-    from .loading import load_drafter, load_models, settle_prepacking
+    from ..generation.prepacking import settle_prepacking
+    from .loading import load_drafter, load_models
 
     drafter_model: Any = None
     if any(needs_drafter(name) for name in methods):

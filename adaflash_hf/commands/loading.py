@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..embedded_target import EMBEDDED_TARGET_NAME, ProgressCallback, load_target, without_progress_bars
 from ..error_text import first_line
 from ..errors import InvalidInputError
-from ..generation.prepacking import PrepackedLinear, prepack_linear_layers, restore_linear_layers, unpacked_twin
+from ..generation.prepacking import PrepackedLinear, settle_prepacking, unpacked_twin
 
 
 if TYPE_CHECKING:
@@ -125,24 +125,6 @@ def load_models(
     settle_prepacking(target_model, prepack)
     settle_prepacking(drafter_model, prepack, allow_rounding=True)
     return LoadedModels(target_model, tokenizer, drafter_model)
-
-
-def settle_prepacking(model: PreTrainedModel, prepack: bool, *, allow_rounding: bool = False) -> None:
-    """
-    Do as `--prepack` or `--no-prepack` says.
-
-    Args:
-        model (`PreTrainedModel`):
-            Changed in place.
-        prepack (`bool`):
-            Value of the option.
-        allow_rounding (`bool`, *optional*, defaults to `False`):
-            For drafters; see `prepack_linear_layers`.
-    """
-    if prepack:
-        prepack_linear_layers(model, allow_rounding=allow_rounding)
-    else:
-        restore_linear_layers(model)  # or generating would rearrange its weights unasked
 
 
 def find_baseline(target_model: PreTrainedModel, baseline: str, console: Console) -> PreTrainedModel:

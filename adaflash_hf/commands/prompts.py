@@ -43,8 +43,8 @@ def prompts(
     from rich.console import Console
 
     from ..embedded_target import load_target
+    from ..generation.prepacking import settle_prepacking
     from ..training.prompt_synthesis import SynthesisSettings, check_prompts_can_be_added
-    from .loading import settle_prepacking
 
     settings = SynthesisSettings(
         count=count,

@@ -116,10 +116,11 @@ def trajectories(
     from rich.console import Console
 
     from ..embedded_target import load_target
+    from ..generation.prepacking import settle_prepacking
     from ..output_places import check_writable
     from ..training.initialization import default_target_layer_ids
     from ..training.trajectories import TrajectorySettings
-    from .loading import load_drafter, settle_prepacking
+    from .loading import load_drafter
 
     if length_policy is not None and drafter is None:
         raise InvalidInputError(f"`--length-policy` is {length_policy.value!r}, but there is no --drafter.")

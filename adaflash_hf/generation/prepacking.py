@@ -50,6 +50,7 @@ __all__ = [
     "is_rearranged",
     "prepack_linear_layers",
     "restore_linear_layers",
+    "settle_prepacking",
     "unpacked_twin",
 ]
 
@@ -288,6 +289,21 @@ def restore_linear_layers(model: nn.Module) -> None:
         for name in (USERS, "allows_rounding"):
             module.__dict__.pop(name, None)
         object.__setattr__(module, "__class__", nn.Linear)
+
+
+def settle_prepacking(model: nn.Module, is_wanted: bool, *, allow_rounding: bool = False) -> None:
+    """
+    [`prepack_linear_layers`] or [`restore_linear_layers`], as the user decided.
+
+    Args:
+        model (`nn.Module`): Changed in place.
+        is_wanted (`bool`): The user's decision.
+        allow_rounding (`bool`, defaults to `False`): For drafters; see [`prepack_linear_layers`].
+    """
+    if is_wanted:
+        prepack_linear_layers(model, allow_rounding=allow_rounding)
+    else:
+        restore_linear_layers(model)  # or generating would rearrange its weights unasked
 
 
 def is_kept_plain(module: nn.Module) -> bool:

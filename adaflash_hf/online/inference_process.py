@@ -182,7 +182,7 @@ class _Inference:
 
     def _load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, DFlashDrafterModel, int]:
         from ..embedded_target import load_target, without_progress_bars
-        from ..generation.prepacking import prepack_linear_layers, restore_linear_layers
+        from ..generation.prepacking import settle_prepacking
 
         side = self._settings.side
         with without_progress_bars():
@@ -190,7 +190,7 @@ class _Inference:
             drafter, version = load_served_drafter(PublishedVersions(side.publish_dir), side.drafter, target.dtype)
         drafter = drafter.to(target.device).eval()
         for model in (target, drafter):
-            (prepack_linear_layers if self._settings.prepack else restore_linear_layers)(model)
+            settle_prepacking(model, self._settings.prepack)
         return target, tokenizer, drafter, version
 
     def _encode(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], str]]:
