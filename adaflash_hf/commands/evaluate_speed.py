@@ -113,14 +113,14 @@ def run_speed(
 
     from ..evaluation.bench import describe_environment
     from ..evaluation.speed import measure_speed
-    from ..generation.prepacking import PrepackedLinear
+    from ..generation.prepacking import has_prepacked_layers
     from ..training.prompts import encode_prompts
     from .loading import load_models
 
     if not prompts:
         raise InvalidInputError(f"`prompts` of {source!r} are none; give a larger --limit or another workload.")
     models = load_models(target, drafter, dtype, device, prepack, console)
-    is_prepacked = any(isinstance(module, PrepackedLinear) for module in models.target_model.modules())
+    is_prepacked = has_prepacked_layers(models.target_model)
     with Progress(console=console) as progress:
         task = progress.add_task("Decoding", total=len(prompts))
         measured = measure_speed(

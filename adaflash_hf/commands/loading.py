@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..embedded_target import EMBEDDED_TARGET_NAME, ProgressCallback, load_target, without_progress_bars
 from ..error_text import first_line
 from ..errors import InvalidInputError
-from ..generation.prepacking import PrepackedLinear, settle_prepacking, unpacked_twin
+from ..generation.prepacking import has_prepacked_layers, settle_prepacking, unpacked_twin
 
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def find_baseline(target_model: PreTrainedModel, baseline: str, console: Console
         console (`rich.console.Console`):
             Where the difference is told.
     """
-    if baseline != "loaded" or not any(isinstance(module, PrepackedLinear) for module in target_model.modules()):
+    if baseline != "loaded" or not has_prepacked_layers(target_model):
         return target_model
     console.print(
         "Plain decoding runs on the model as loaded, AdaFlash on rearranged weights too; --baseline prepacked gives "

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..embedded_target import default_dtype
 from ..errors import AdaFlashError, InvalidInputError
-from ..generation.prepacking import PrepackedLinear
+from ..generation.prepacking import has_prepacked_layers
 from ..training.prompts import encode_prompts
 from .bench_methods import REFERENCE_METHODS, BenchMethod, BenchModels, Sampling, build_method
 from .bench_results import PLAIN, Agreement, BenchRow, MethodRun, summarise
@@ -242,7 +242,7 @@ def _ignore(message: str) -> None:
 def _doubts(target: PreTrainedModel) -> Iterator[str]:
     if target.device.type != "cpu":
         return
-    is_prepacked = any(isinstance(module, PrepackedLinear) for module in target.modules())
+    is_prepacked = has_prepacked_layers(target)
     if target.dtype != torch.float32 and default_dtype("cpu") == torch.float32 and not is_prepacked:
         yield f"This processor emulates {target.dtype}: drafting cannot pay here. Use --prepack or float32."
     if os.getloadavg()[0] > 0.5 + torch.get_num_threads():

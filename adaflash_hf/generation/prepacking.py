@@ -46,6 +46,7 @@ __all__ = [
     "can_prepack",
     "can_prepack_full",
     "can_prepack_half",
+    "has_prepacked_layers",
     "is_kept_plain",
     "is_rearranged",
     "prepack_linear_layers",
@@ -304,6 +305,11 @@ def settle_prepacking(model: nn.Module, is_wanted: bool, *, allow_rounding: bool
         prepack_linear_layers(model, allow_rounding=allow_rounding)
     else:
         restore_linear_layers(model)  # or generating would rearrange its weights unasked
+
+
+def has_prepacked_layers(model: nn.Module) -> bool:
+    """Whether a model has layers that are prepacked now."""
+    return any(isinstance(module, PrepackedLinear) for module in model.modules())
 
 
 def is_kept_plain(module: nn.Module) -> bool:
