@@ -38,6 +38,7 @@ class Compare(StrEnum):
     HARD_LABEL_WEIGHT = "hard_label_weight"
     CLIP_THRESHOLD = "clip_threshold"
     CLIP = "clip"
+    POSITION_DECAY = "position_decay"
     VOCABULARY = "vocabulary"
     BLOCK = "block"
     START = "start"

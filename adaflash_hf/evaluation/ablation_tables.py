@@ -17,6 +17,7 @@ _TITLES = {
     "hard_label_weight": "Share α of the hard label, beside the clipped reverse KL",
     "clip_threshold": "Threshold δ of the clipped entries",
     "clip": "What is clipped, at δ = 0.01",
+    "position_decay": "Slots after which a slot weighs 1/e in the loss",
     "vocabulary": "Softmax of the training loss (decoding always drafts from all tokens)",
     "block": "Rows of a block that see each other both ways, or only those before",
     "start": "What a new drafter starts from",

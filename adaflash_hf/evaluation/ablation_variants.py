@@ -12,12 +12,23 @@ from ..errors import InvalidInputError
 __all__ = ["COMPARISONS", "REFERENCE", "Variant", "ablation_variants"]
 
 # Order of the tables in a report, and the row that the others of a table are compared with.
-COMPARISONS = ("objective", "hard_label_weight", "clip_threshold", "clip", "vocabulary", "block", "start", "heads")
+COMPARISONS = (
+    "objective",
+    "hard_label_weight",
+    "clip_threshold",
+    "clip",
+    "position_decay",
+    "vocabulary",
+    "block",
+    "start",
+    "heads",
+)
 REFERENCE = {
     "objective": "mixture, entries clipped (AdaFlash)",
     "hard_label_weight": "α = 0.8",
     "clip_threshold": "δ = 0.01",
     "clip": "each entry (paper)",
+    "position_decay": "the default",
     "block": "both ways (DFlash)",
     "start": "the target's layers",
     "heads": "hindsight labels",
@@ -80,6 +91,7 @@ def ablation_variants(
         "hard_label_weight": _hard_label_weights,
         "clip_threshold": _clip_thresholds,
         "clip": _clips,
+        "position_decay": _position_decays,
         "vocabulary": lambda: {
             f"{size} tokens" if size else "all tokens": _with_vocabulary(_mixture(), size) for size in vocabulary_sizes
         },
@@ -131,6 +143,19 @@ def _clips() -> dict[str, Variant]:
         "each entry (paper)": _mixture(),
         "sum of a slot (authors' code)": _mixture(clip="sum"),
         "nothing": _mixture(clip="none"),
+    }
+
+
+def _position_decays() -> dict[str, Variant]:
+    mixture = _mixture()
+    return {
+        "the default": mixture,
+        **{
+            row: replace(
+                mixture, key=f"{mixture.key}-decay-{decay}", settings={**mixture.settings, "position_decay": decay}
+            )
+            for row, decay in {"no decay": None, "2 slots": 2.0, "1 slot": 1.0}.items()
+        },
     }
 
 

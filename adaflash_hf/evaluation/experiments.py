@@ -110,6 +110,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         _ablation("head", "Labels and shapes of the length head, and a confidence head.", 40, ["heads"]),
         _ablation("alpha", "The share α of the hard label.", 100, ["hard_label_weight"], "alpha"),
         _ablation("delta", "The threshold δ of clipping.", 80, ["clip_threshold"], "delta"),
+        _ablation("decay", "How much less later slots of a block count in the loss.", 80, ["position_decay"]),
         _ablation(
             "scratch",
             "Training from scratch: started from the target's layers or at random.",

@@ -23,6 +23,8 @@ def test_the_issue_asks_for_these():
         8192,
         None,
     ]
+    decays = [variant.settings.get("position_decay", "default") for variant in comparisons["position_decay"].values()]
+    assert decays == ["default", None, 2.0, 1.0]
     objectives = {variant.settings.get("objective") for variant in comparisons["objective"].values()}
     assert objectives == {None, "cross_entropy", "forward_kl", "reverse_kl", "mixture", "acceptance"}
     assert {variant.settings.get("length_labels") for variant in comparisons["heads"].values()} == {
