@@ -45,9 +45,11 @@ def list_experiments() -> None:
     from ..evaluation.workloads import describe_workloads
 
     console = Console()
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in ("experiment", "question", "needs", "about"):
-        table.add_column(title, no_wrap=title in ("experiment", "about"))
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("experiment", no_wrap=True)
+    table.add_column("question")
+    table.add_column("needs", max_width=16)
+    table.add_column("about", no_wrap=True)
     for experiment in EXPERIMENTS.values():
         table.add_row(experiment.name, experiment.question, experiment.needs, _duration(experiment.minutes))
     console.print(table)

@@ -231,7 +231,7 @@ class _Request:
                     make_streamer=stream_to(display, self.models.tokenizer) if display is not None else None,
                     on_run=display.finish if display is not None else None,
                 )
-            named.append((f"{number}: {' '.join(text.split())[:24]}", comparison))
+            named.append((f"{number}: {' '.join(text.split())[:20]}", comparison))
             if self.as_json:
                 stats = comparison.adaflash[0].stats
                 _print_json(

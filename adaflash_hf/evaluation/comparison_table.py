@@ -33,19 +33,18 @@ def build_comparison_table(rows: Sequence[tuple[str, Comparison]]) -> Table:
         rows (`Sequence[tuple[str, Comparison]]`):
             Name of the prompt and its comparison.
     """
-    table = Table(show_footer=len(rows) > 1, box=box.SIMPLE_HEAD)
-    columns = [
-        ("prompt", "median", "left"),
-        ("tokens", "", "right"),
-        ("plain tok/s", _median([row.plain_tok_per_s for _, row in rows], "{:.1f}"), "right"),
-        ("AdaFlash tok/s", _median([row.adaflash_tok_per_s for _, row in rows], "{:.1f}"), "right"),
-        ("speedup", _median([row.speedup for _, row in rows], "{:.2f}x"), "right"),
-        ("tau", _median([row.acceptance_length for _, row in rows], "{:.2f}"), "right"),
-        ("output", _count_identical([row for _, row in rows]), "left"),
-    ]
-    for header, footer, justify in columns:
-        table.add_column(header, footer=footer, justify="right" if justify == "right" else "left")
-    table.columns[0].no_wrap = True
+    table = Table(show_footer=len(rows) > 1, box=box.SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("prompt", footer="median", no_wrap=True)
+    for header, footer in (
+        ("tokens", ""),
+        ("plain\ntok/s", _median([row.plain_tok_per_s for _, row in rows], "{:.1f}")),
+        ("AdaFlash\ntok/s", _median([row.adaflash_tok_per_s for _, row in rows], "{:.1f}")),
+        ("speedup", _median([row.speedup for _, row in rows], "{:.2f}x")),
+        ("tau", _median([row.acceptance_length for _, row in rows], "{:.2f}")),
+    ):
+        table.add_column(header, footer=footer, justify="right", no_wrap=True)
+    # The one that wraps on a narrow terminal.
+    table.add_column("output", footer=_count_identical([row for _, row in rows]))
     for name, comparison in rows:
         tau = comparison.acceptance_length
         table.add_row(

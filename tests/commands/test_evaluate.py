@@ -42,6 +42,13 @@ def test_the_list_names_every_experiment_and_workload(capsys):
         assert f" {workload} " in shown
 
 
+def test_the_list_is_readable_on_a_narrow_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run("list") == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown and "What does generate() gain on one" in shown
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_help(name, capsys):
     assert run(name, "--help") == 0

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from adaflash_hf.evaluation.comparison import Comparison, DecodedRun, FirstDifference
@@ -27,8 +28,8 @@ def comparison(adaflash_s: float, **fields) -> Comparison:
     return Comparison((DecodedRun(tokens, 4.0),), (DecodedRun(tokens, adaflash_s, STATS),), **fields)
 
 
-def rendered(table) -> str:
-    console = Console(file=io.StringIO(), width=160)
+def rendered(table, width=160) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(table)
     return console.file.getvalue()
 
@@ -48,6 +49,15 @@ def test_table_has_speeds_tau_and_medians():
     assert all(value in row for value in ("20", "5.0", "20.0", "4.00x", "2.50", "identical"))
     footer = next(line for line in text.splitlines() if "median" in line)
     assert all(value in footer for value in ("5.0", "10.0", "2.00x", "2.50", "3 of 3 identical"))
+
+
+@pytest.mark.parametrize("name", ["maths (GSM8K test/0)", f"12: {'x' * 20}"])
+def test_nothing_is_cut_on_a_narrow_terminal(name):
+    near_tie = FirstDifference(57, 3, 4, 0.012, True)
+    rows = [(name, comparison(0.15, first_difference=near_tie)), (name, comparison(0.2))]
+    text = rendered(build_comparison_table(rows), width=80)
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+    assert all(value in text for value in (name, "AdaFlash", "speedup", "26.67x", "near-tie", " identical "))
 
 
 def test_one_row_needs_no_median():
