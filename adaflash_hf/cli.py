@@ -18,6 +18,7 @@ from .commands.doctor import doctor
 from .commands.evaluate import app as evaluate
 from .commands.export import export
 from .commands.generate import generate
+from .commands.help_pages import SectionedCommand
 from .commands.inspect import inspect
 from .commands.online import app as online
 from .commands.prompts import prompts
@@ -38,17 +39,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Faster generation with the same output: block-diffusion drafts, verified by the target model.",
 )
-app.command()(generate)
-app.command()(demo)
-app.command()(bench)
-app.command()(prompts)
-app.command()(trajectories)
-app.command()(train)
-app.command()(export)
-app.command()(convert)
-app.command()(inspect)
-app.command()(card)
-app.command()(doctor)
+app.command(cls=SectionedCommand)(generate)
+app.command(cls=SectionedCommand)(demo)
+app.command(cls=SectionedCommand)(bench)
+app.command(cls=SectionedCommand)(prompts)
+app.command(cls=SectionedCommand)(trajectories)
+app.command(cls=SectionedCommand)(train)
+app.command(cls=SectionedCommand)(export)
+app.command(cls=SectionedCommand)(convert)
+app.command(cls=SectionedCommand)(inspect)
+app.command(cls=SectionedCommand)(card)
+app.command(cls=SectionedCommand)(doctor)
 app.add_typer(ablate, name="ablate")
 app.add_typer(evaluate, name="evaluate")
 app.add_typer(online, name="online")

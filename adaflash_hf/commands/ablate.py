@@ -11,6 +11,7 @@ import typer
 
 from ..errors import InvalidInputError
 from . import train_options as options
+from .help_pages import SectionedCommand
 from .options import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption
 
 
@@ -83,7 +84,7 @@ ThresholdOption = Annotated[
 ]
 
 
-@app.command()
+@app.command(cls=SectionedCommand)
 def objectives(
     trajectories: options.TrajectoriesOption,
     out: OutOption,
@@ -159,7 +160,7 @@ def objectives(
     _run_all(comparisons, seed or [0, 1, 2], new_drafter, trained, target_model, data, common, out, console)
 
 
-@app.command()
+@app.command(cls=SectionedCommand)
 def length_head(
     trajectories: options.TrajectoriesOption,
     out: OutOption,

@@ -20,6 +20,7 @@ from .bench import bench
 from .bench_options import PlotsOption
 from .evaluate_shift import cross_domain, online
 from .evaluate_speed import speed
+from .help_pages import SectionedCommand
 
 
 __all__ = ["app"]
@@ -35,7 +36,7 @@ OutOption = Annotated[
 ]
 
 
-@app.command("list")
+@app.command("list", cls=SectionedCommand)
 def list_experiments() -> None:
     """Say what each experiment asks, how long it takes, and which workloads have names."""
     from rich import box
@@ -242,4 +243,4 @@ def _subcommand(experiment: Experiment) -> Callable[..., None]:
 
 for _experiment in EXPERIMENTS.values():
     _help = f"{_experiment.question} About {_duration(_experiment.minutes)}; see `adaflash evaluate list`."
-    app.command(_experiment.name, help=_help)(_subcommand(_experiment))
+    app.command(_experiment.name, cls=SectionedCommand, help=_help)(_subcommand(_experiment))

@@ -16,6 +16,7 @@ import typer
 
 from ..errors import InvalidInputError
 from . import online_options as options
+from .help_pages import SectionedCommand
 from .options import (
     DeviceOption,
     DrafterOption,
@@ -42,7 +43,7 @@ app = typer.Typer(no_args_is_help=True, help="Adapt a drafter to live traffic, a
 _LINE_INTERVAL_S = 30.0
 
 
-@app.command()
+@app.command(cls=SectionedCommand)
 def run(
     buffer: options.BufferOption,
     publish_dir: options.PublishDirOption,
@@ -237,7 +238,7 @@ class _Page:
                 self._console.print(message, highlight=False, markup=False, soft_wrap=True)
 
 
-@app.command()
+@app.command(cls=SectionedCommand)
 def status(
     publish_dir: options.ExistingPublishDirOption,
     buffer: options.OptionalBufferOption = None,
@@ -270,7 +271,7 @@ def status(
         Console().print(build_page(snapshots.take()))
 
 
-@app.command()
+@app.command(cls=SectionedCommand)
 def rollback(
     publish_dir: options.ExistingPublishDirOption,
     to: Annotated[int | None, typer.Option("--to", min=0, help="Version; default: the one before.")] = None,
@@ -280,7 +281,7 @@ def rollback(
     typer.echo(f"Version {version.version} is served now; it is in {version.path}.")
 
 
-@app.command()
+@app.command(cls=SectionedCommand)
 def prune(
     publish_dir: options.ExistingPublishDirOption,
     keep: Annotated[int, typer.Option("--keep", min=1, help="Newest versions that stay.")] = 5,
@@ -290,7 +291,7 @@ def prune(
     typer.echo(f"Removed: {', '.join(map(str, removed)) or 'nothing'}.")
 
 
-@app.command()
+@app.command(cls=SectionedCommand)
 def push(
     repo_id: Annotated[str, typer.Argument(metavar="REPO", help="Repository on the Hub, as org/name.")],
     publish_dir: options.ExistingPublishDirOption,

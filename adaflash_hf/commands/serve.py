@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from .help_pages import SectionedCommand
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +31,7 @@ ApiKeyOption = Annotated[
 ]
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(cls=SectionedCommand, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def sglang(
     context: typer.Context,
     export: Annotated[str, typer.Argument(help="Directory of an export for SGLang or for the plugin.")],
@@ -117,7 +119,7 @@ def sglang(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(cls=SectionedCommand)
 def reload(
     publish_dir: Annotated[Path, typer.Option("--publish-dir", help="Directory that `adaflash online` publishes to.")],
     replica: Annotated[
@@ -172,7 +174,7 @@ def reload(
         client.close()
 
 
-@app.command()
+@app.command(cls=SectionedCommand)
 def collect(
     buffer: Annotated[Path, typer.Option("--buffer", help="File of the replay buffer; made if it is not there.")],
     upstream: Annotated[str, typer.Option("--upstream", help="Address of the server, as http://host:30000.")],
