@@ -1,6 +1,6 @@
 """Routes `model.generate(assistant_model=drafter)` to AdaFlash decoding and leaves every other call as it was.
 
-Importing the package imports this module, so it imports nothing itself: transformers' generation code takes seconds.
+Importing the package imports this module, so it imports no model code itself: transformers' generation takes seconds.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from typing import Any
+
+from ..errors import InvalidInputError
 
 
 __all__ = ["install_routing", "is_our_drafter", "is_routing_active", "original_generate", "uninstall_routing"]
@@ -43,6 +45,13 @@ def install_routing() -> None:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         assistant = kwargs.get("assistant_model", args[6] if len(args) > 6 else None)
         if not is_our_drafter(assistant):
+            custom_loop = kwargs.get("custom_generate", args[10] if len(args) > 10 else None)
+            # transformers' own loops would fail on an attribute of the string.
+            if isinstance(assistant, str) and custom_loop is None:
+                raise InvalidInputError(
+                    f"`assistant_model` is the string {assistant!r}, expected a model. Load it first: "
+                    f"`assistant_model=AutoModel.from_pretrained({assistant!r})`."
+                )
             return original(self, *args, **kwargs)
         from .drafted_generate import generate_with_drafter, is_left_to_stock_loop
 

@@ -87,7 +87,8 @@ class TestEverybodyElse:
         ("args", "kwargs"),
         [
             ((), {}),
-            ((1, 2, 3), {"assistant_model": "a string"}),
+            ((1, 2, 3), {"assistant_model": "a string", "custom_generate": "org/name"}),
+            ((1, 2, 3, 4, 5, 6, "a string", 8, 9, 10, "org/name"), {}),
             ((1,), {"assistant_model": None, "max_new_tokens": 3, "made_up": True}),
             ((1, 2, 3, 4, 5, 6, None, 8, 9, 10, 11), {}),
         ],
@@ -95,6 +96,14 @@ class TestEverybodyElse:
     def test_arguments_pass_unchanged(self, arrivals: list[Any], args: tuple, kwargs: dict[str, Any]) -> None:
         assert exact_target().generate(*args, **kwargs) == "transformers"
         assert arrivals == [(args, kwargs)]
+
+    @pytest.mark.parametrize(
+        ("args", "kwargs"), [((1,), {"assistant_model": "org/name"}), ((1, *[None] * 5, "org/name"), {})]
+    )
+    def test_a_name_is_no_model(self, arrivals: list[Any], args: tuple, kwargs: dict[str, Any]) -> None:
+        with pytest.raises(InvalidInputError, match=r"'org/name', expected a model.*AutoModel.from_pretrained"):
+            exact_target().generate(*args, **kwargs)
+        assert not arrivals
 
     def test_stock_speculation_type(self, arrivals: list[Any]) -> None:
         target, drafter = exact_target(), tiny_drafter()
