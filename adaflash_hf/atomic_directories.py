@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 from .atomic_files import sync_directory, sync_tree
 
 
-__all__ = ["directory_written_aside", "files_written_aside"]
+__all__ = ["directory_written_aside", "files_written_aside", "remove_directory", "remove_leftovers"]
 
 
 @contextmanager
@@ -27,13 +28,12 @@ def directory_written_aside(path: Path) -> Iterator[Path]:
 
     Yields:
         `Path`: Directory to write into, beside the finished one; a killed process leaves it behind, under a hidden
-        name that ends in `.partial`.
+        name that ends in `.partial`, for [`remove_leftovers`].
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    # Not by mkdtemp, whose directories are private: a checkpoint is as readable as any other new directory here.
+    partial = _name_aside(path, "partial")
+    partial.mkdir(parents=True)
     try:
-        # mkdtemp makes a private directory; a checkpoint is as readable as any other new directory here.
-        os.chmod(partial, 0o777 & ~_umask())
         yield partial
         sync_tree(partial)
         _take_name(partial, path)
@@ -71,12 +71,44 @@ def files_written_aside(directory: Path) -> Iterator[Path]:
                 sync_directory(place.parent)
 
 
+def remove_directory(path: Path) -> None:
+    """
+    Remove a directory of which no reader should see a part.
+
+    Args:
+        path (`Path`):
+            The directory; a killed process leaves it behind, under a hidden name, for [`remove_leftovers`].
+    """
+    aside = _name_aside(path, "removed")
+    os.rename(path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path, names: str) -> None:
+    """
+    Remove what killed processes were writing or removing. Nobody may be doing so now.
+
+    Args:
+        parent (`Path`):
+            Where the directories are.
+        names (`str`):
+            Pattern of their names.
+    """
+    for suffix in ("partial", "removed"):
+        for path in parent.glob(f".{names}.{suffix}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _name_aside(path: Path, suffix: str) -> Path:
+    return path.parent / f".{path.name}.{secrets.token_hex(4)}.{suffix}"
+
+
 def _take_name(partial: Path, path: Path) -> None:
     if not path.exists():
         os.rename(partial, path)
         return
     # A directory that is not empty cannot be renamed over, so the old one makes room first and comes back on failure.
-    displaced = partial.with_suffix(".replaced")
+    displaced = _name_aside(path, "replaced")
     os.rename(path, displaced)
     try:
         os.rename(partial, path)
@@ -84,9 +116,3 @@ def _take_name(partial: Path, path: Path) -> None:
         os.rename(displaced, path)
         raise
     shutil.rmtree(displaced, ignore_errors=True)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from adaflash_hf.atomic_directories import directory_written_aside, files_written_aside
+from adaflash_hf.atomic_directories import (
+    directory_written_aside,
+    files_written_aside,
+    remove_directory,
+    remove_leftovers,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -60,6 +65,22 @@ def test_the_old_directory_returns_if_the_new_one_cannot_take_its_name(tmp_path,
         (partial / "new").write_text("new")
     assert names(tmp_path) == ["out"]
     assert names(out) == ["old"]
+
+
+def test_what_killed_processes_left_goes_but_nothing_that_was_to_come_back(tmp_path, monkeypatch):
+    for name in ("out-1", "out-2", "other-1"):
+        (tmp_path / name).mkdir()
+    with monkeypatch.context() as killed:
+        killed.setattr("shutil.rmtree", lambda *args, **kwargs: None)
+        remove_directory(tmp_path / "out-1")
+        remove_directory(tmp_path / "other-1")
+        with pytest.raises(KeyboardInterrupt), directory_written_aside(tmp_path / "out-3"):
+            raise KeyboardInterrupt
+        with directory_written_aside(tmp_path / "out-2"):
+            pass  # leaves the one that was replaced
+    assert len(names(tmp_path)) == 5
+    remove_leftovers(tmp_path, "out-*")
+    assert [name.rpartition(".")[2] for name in names(tmp_path)] == ["removed", "replaced", "out-2"]
 
 
 def test_others_may_read_it(tmp_path):

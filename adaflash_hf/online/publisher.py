@@ -7,8 +7,6 @@ then pointed to. Versions are never changed afterwards.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -18,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from filelock import FileLock, Timeout
 
-from ..atomic_files import sync_directory, sync_tree, written_aside
+from ..atomic_directories import directory_written_aside, remove_directory, remove_leftovers
+from ..atomic_files import sync_directory, written_aside
 from ..errors import InvalidInputError, PublishedVersionError
 from ..generation.compatibility import unwrap_model
 from ..training.saving import save_trained
@@ -40,8 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Publisher", "VersionConflictError"]
 
-_PARTIAL_PREFIX = ".partial-"
-_REMOVED_PREFIX = ".removed-"
+_VERSIONS = "version-*"
 _LOCK_TIMEOUT_S = 60.0
 
 
@@ -104,7 +102,7 @@ class Publisher(PublishedVersions):
         """
         reference = unwrap_model(model) if base is None else base
         with self._locked(), _explained(self.directory):
-            self._remove_leftovers()
+            remove_leftovers(self.directory, _VERSIONS)
             pointer = self.pointer()
             if manifest.version not in self.numbers():
                 self._check_parent(manifest, pointer)
@@ -161,7 +159,7 @@ class Publisher(PublishedVersions):
             `list[int]`: versions removed.
         """
         with self._locked(), _explained(self.directory):
-            self._remove_leftovers()
+            remove_leftovers(self.directory, _VERSIONS)
             return self._prune(keep_versions)
 
     def _check_parent(self, manifest: VersionManifest, pointer: VersionPointer | None) -> None:
@@ -177,19 +175,12 @@ class Publisher(PublishedVersions):
     def _write(
         self, model: Any, manifest: VersionManifest, base: DFlashDrafterModel, dtype: torch.dtype | None
     ) -> None:
-        partial = self.directory / f"{_PARTIAL_PREFIX}{manifest.version:08d}"
-        try:
+        with directory_written_aside(self.path_of(manifest.version)) as partial:
             save_trained(model, model.state_dict(), partial, dtype)
             check_configuration(partial, base.config)
             read_weights(partial, base.state_dict())
             complete = replace(manifest, files=checksums_of(partial))
             (partial / MANIFEST_FILE).write_text(complete.to_json(), encoding="utf-8")
-            sync_tree(partial)
-            os.rename(partial, self.path_of(manifest.version))
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        sync_directory(self.directory)
 
     def _point(self, pointer: VersionPointer) -> None:
         with written_aside(self.directory / POINTER_FILE) as partial:
@@ -205,16 +196,8 @@ class Publisher(PublishedVersions):
             kept.update([n for n in numbers if n < pointer.version and n not in pointer.withdrawn][-1:])
         removed = [number for number in numbers if number not in kept]
         for number in removed:
-            aside = self.directory / f"{_REMOVED_PREFIX}{number:08d}"
-            os.rename(self.path_of(number), aside)
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_directory(self.path_of(number))
         return removed
-
-    def _remove_leftovers(self) -> None:
-        """What a killed process was writing or removing."""
-        for prefix in (_PARTIAL_PREFIX, _REMOVED_PREFIX):
-            for path in self.directory.glob(f"{prefix}*"):
-                shutil.rmtree(path, ignore_errors=True)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from ..atomic_files import sync_directory, sync_tree
+from ..atomic_directories import directory_written_aside, remove_directory, remove_leftovers
 from ..errors import DrafterCheckpointError
 
 
@@ -33,8 +32,6 @@ __all__ = ["TrainingProgress", "TrainingStateStore"]
 
 _FORMAT = 1
 _DIRECTORY = re.compile(r"state-(\d{8})")
-_PARTIAL_PREFIX = ".partial-state-"
-_REMOVED_PREFIX = ".removed-state-"
 _KEPT_STATES = 2
 _KEPT_HISTORY = 500
 
@@ -99,29 +96,19 @@ class TrainingStateStore:
             progress (`TrainingProgress`):
                 Where the trainer is.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers()
-        number = max(self._numbers(), default=0) + 1
-        partial = self.directory / f"{_PARTIAL_PREFIX}{number:08d}"
-        partial.mkdir()
+        remove_leftovers(self.directory, "state-*")
         try:
-            weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-            save_file(weights, partial / "weights.safetensors")
-            kind = {"optimizer": type(optimizer).__name__}
-            save_file(_averages(model, optimizer), partial / "optimizer.safetensors", metadata=kind)
-            text = json.dumps({"format": _FORMAT, **asdict(progress)}, indent=2)
-            (partial / "progress.json").write_text(text + "\n", encoding="utf-8")
-            sync_tree(partial)
-            os.rename(partial, self._path(number))
+            with directory_written_aside(self._path(max(self._numbers(), default=0) + 1)) as partial:
+                weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+                save_file(weights, partial / "weights.safetensors")
+                kind = {"optimizer": type(optimizer).__name__}
+                save_file(_averages(model, optimizer), partial / "optimizer.safetensors", metadata=kind)
+                text = json.dumps({"format": _FORMAT, **asdict(progress)}, indent=2)
+                (partial / "progress.json").write_text(text + "\n", encoding="utf-8")
         except SafetensorError as error:
             raise OSError(f"The training state could not be written: {error}") from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-        sync_directory(self.directory)
         for old in self._numbers()[:-_KEPT_STATES]:
-            aside = self.directory / f"{_REMOVED_PREFIX}{old:08d}"
-            os.rename(self._path(old), aside)
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_directory(self._path(old))
 
     def read_progress(self) -> TrainingProgress | None:
         """Progress of the newest state; None if there is none."""
@@ -174,11 +161,6 @@ class TrainingStateStore:
 
     def _path(self, number: int) -> Path:
         return self.directory / f"state-{number:08d}"
-
-    def _remove_leftovers(self) -> None:
-        for prefix in (_PARTIAL_PREFIX, _REMOVED_PREFIX):
-            for path in self.directory.glob(f"{prefix}*"):
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def _trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.nn.Parameter]]:

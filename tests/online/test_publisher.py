@@ -187,8 +187,7 @@ def test_killed_at_random_instants_nobody_sees_half_a_version(tmp_path):
         assert not seen or latest.version >= max(seen)
         seen.add(latest.version)
     publish_constant(Publisher(tmp_path), 0.25 + 0.001 * Publisher(tmp_path).next_version())
-    assert not list(tmp_path.glob(".partial-*"))
-    assert not list(tmp_path.glob(".removed-*"))
+    assert not list(tmp_path.glob(".version-*"))
 
 
 def publish_on_a_full_disk(directory):
@@ -206,7 +205,7 @@ def test_a_full_disk_is_reported_and_leaves_nothing_behind(tmp_path):
         process.join(60)
         assert process.exitcode == 0
     assert publisher.latest().version == 0
-    assert not list(tmp_path.glob(".partial-*"))
+    assert not list(tmp_path.glob(".version-*"))
     assert publish(publisher, adapted_drafter(2)) == 1
 
 
