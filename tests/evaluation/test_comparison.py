@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -208,3 +209,25 @@ def test_statistics_survive_json(target, inputs):
     record = json.loads(json.dumps(stats_as_dict(run.stats)))
     assert record["acceptance_length"] == 2.5
     assert record["verify_lengths"] == {"4": 3, "2": 1}
+
+
+class FixedLogits(torch.nn.Module):
+    """A target whose logits are given."""
+
+    device, dtype = torch.device("cpu"), torch.bfloat16
+
+    def __init__(self, *logits):
+        super().__init__()
+        self.logits = torch.tensor([[logits]], dtype=self.dtype)
+
+    def forward(self, **_):
+        return SimpleNamespace(logits=self.logits)
+
+
+@pytest.mark.parametrize(("second", "is_near_tie"), [(15.5625, True), (15.25, False)])
+def test_bfloat16_logits_tie_within_four_roundings_of_the_best(second, is_near_tie):
+    """An epsilon of 16 is 0.125: 15.5625 lies three and a half below, 15.25 six."""
+    difference = find_first_difference(FixedLogits(0.0, 16.0, second), torch.tensor([[0]]), (1,), (2,))
+    assert difference is not None
+    assert difference.top_two_gap == 16 - second
+    assert difference.is_near_tie is is_near_tie
