@@ -38,9 +38,9 @@ __all__ = [
 
 Side = Literal["plain", "adaflash"]
 
-# Two evaluation orders of the same sum differ by a few units in the last place of the largest logit: between one row at
-# a time and all at once, the gaps of two logits differed by up to 2.5 epsilons (SmolLM2-135M, bfloat16, 488 gaps below
-# 2). In float32 that is far below what any shape-dependent kernel loses on the way, hence the absolute floor.
+# Two evaluation orders of the same sum differ by a few units in the last place of the largest logit: between one row
+# at a time and all at once, the gaps of two logits differed by up to 2.5 epsilons (SmolLM2-135M, bfloat16, 488 gaps
+# below 2). In float32 that is far below what shape-dependent kernels lose on the way, hence the absolute floor.
 _NEAR_TIE_EPSILONS = 4.0
 _NEAR_TIE_FLOOR = 1e-3
 
