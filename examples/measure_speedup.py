@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from adaflash_hf.commands.evaluate_speed import run_speed
+from adaflash_hf.commands.loading import load_models
 from adaflash_hf.training.prompts import read_prompt_file
 
 
@@ -38,17 +39,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
     args = parser.parse_args(argv)
 
+    console = Console(stderr=True)
+    prompts = read_prompt_file(args.prompts)[: args.limit]
+    models = load_models(args.target, args.drafter, args.dtype, None, not args.no_prepack, console)
     result = run_speed(
         args.prompts.name,
-        read_prompt_file(args.prompts)[: args.limit],
-        target=args.target,
-        drafter=args.drafter,
-        dtype=args.dtype,
-        device=None,
-        prepack=not args.no_prepack,
+        prompts,
+        models,
         max_new_tokens=args.max_new_tokens,
         length_policy=args.length_policy,
-        console=Console(stderr=True),
+        console=console,
     )
     if args.out:
         args.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import InvalidInputError
 from .bench_options import DataDirOption, MaxNewTokensOption
 from .options import DeviceOption, DrafterOption, Dtype, DtypeOption, LengthPolicy, PrepackOption, TargetOption
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..training.prompts import Prompt
+    from .loading import LoadedModels
 
 
 __all__ = ["run_speed", "speed"]
@@ -49,19 +49,17 @@ def speed(
     from ..evaluation.result_files import write_results
     from ..evaluation.speed import speed_sections
     from ..evaluation.workloads import load_workload
+    from .loading import load_models
 
+    console = Console(stderr=True)
     prompts = load_workload(workload, data_dir).prompts[:limit]
     result = run_speed(
         workload if not Path(workload).exists() else Path(workload).name,
         prompts,
-        target=target,
-        drafter=drafter,
-        dtype=dtype.value,
-        device=device,
-        prepack=prepack,
+        load_models(target, drafter, dtype.value, device, prepack, console),
         max_new_tokens=max_new_tokens,
         length_policy=length_policy.value,
-        console=Console(stderr=True),
+        console=console,
     )
     sections = speed_sections(result)
     write_results(out, result, "Speed of one request at a time", sections)
@@ -71,34 +69,22 @@ def speed(
 def run_speed(
     source: str,
     prompts: Sequence[Prompt],
+    models: LoadedModels,
     *,
-    target: str,
-    drafter: str | None,
-    dtype: str,
-    device: str | None,
-    prepack: bool,
     max_new_tokens: int,
     length_policy: str,
     console: Console,
 ) -> dict[str, Any]:
     """
-    Load the models, measure, and say with what.
+    Measure, and say with what.
 
     Args:
         source (`str`):
             Where the prompts come from, as results name it.
         prompts (`Sequence[Prompt]`):
             What to ask.
-        target (`str`):
-            Value of `--target`.
-        drafter (`str`, *optional*):
-            Value of `--drafter`.
-        dtype (`str`):
-            Value of `--dtype`.
-        device (`str`, *optional*):
-            Value of `--device`.
-        prepack (`bool`):
-            Value of `--prepack`.
+        models (`LoadedModels`):
+            Target, tokenizer and drafter, with prepacked layers if those are to be measured.
         max_new_tokens (`int`):
             Longest answer.
         length_policy (`str`):
@@ -115,11 +101,7 @@ def run_speed(
     from ..evaluation.speed import measure_speed
     from ..generation.prepacking import has_prepacked_layers
     from ..training.prompts import encode_prompts
-    from .loading import load_models
 
-    if not prompts:
-        raise InvalidInputError(f"`prompts` of {source!r} are none; give a larger --limit or another workload.")
-    models = load_models(target, drafter, dtype, device, prepack, console)
     is_prepacked = has_prepacked_layers(models.target_model)
     with Progress(console=console) as progress:
         task = progress.add_task("Decoding", total=len(prompts))
@@ -136,8 +118,6 @@ def run_speed(
         "limit": len(prompts),
         "max_new_tokens": max_new_tokens,
         "length_policy": length_policy,
-        "dtype": dtype,
-        "prepack": prepack,
     }
     environment = describe_environment(models.target_model, models.drafter, prepacked=is_prepacked)
     return {"environment": environment, "settings": settings, **measured}

@@ -61,7 +61,8 @@ def test_speed(drafter, tmp_path, capsys):
     assert run("speed", *arguments, "--out", tmp_path) == 0
     data, page = results(tmp_path, "speed")
     assert data["prompts"] == len(data["per_prompt"]) == data["identical"] == 2
-    assert data["settings"]["prompts"] == "gsm8k" and data["environment"]["drafter"] == drafter.name
+    assert data["settings"] == {"prompts": "gsm8k", "limit": 2, "max_new_tokens": 8, "length_policy": "fixed"}
+    assert data["environment"]["drafter"] == drafter.name and "prepacked" in data["environment"]
     assert "All answers are those of plain decoding" in page and "DFlash, Qwen3-8B, *theirs*" in page
     assert {path.name for path in (tmp_path / "speed").glob("*.png")} == {
         "results-published.png", "results-speedup.png"
