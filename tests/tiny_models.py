@@ -8,6 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from adaflash_hf import DFlashDrafterConfig, DFlashDrafterModel
+from adaflash_hf.generation.prepacking import PrepackedLinear
 
 
 VOCAB_SIZE = 96
@@ -166,3 +167,8 @@ def random_block(
     noise = torch.randn(batch_size, config.block_size, config.hidden_size, generator=generator)
     context = torch.randn(batch_size, new_context, config.context_feature_size, generator=generator)
     return noise, context
+
+
+def rounding_allowed(model: torch.nn.Module) -> set[bool]:
+    """What the prepacked layers of a model say of rounding their weights."""
+    return {module.allows_rounding for module in model.modules() if isinstance(module, PrepackedLinear)}

@@ -139,14 +139,17 @@ def trajectories(
     target_model, tokenizer = load_target(
         target, dtype.value, device=device, on_progress=lambda text: console.print(f"{text} ...", highlight=False)
     )
-    models = [target_model] if drafter is None else [target_model, load_drafter(drafter, target_model)]
-    for model in models:
-        settle_prepacking(model, prepack)
+    drafter_model = None if drafter is None else load_drafter(drafter, target_model)
+    settle_prepacking(target_model, prepack)
+    if drafter_model is not None:
+        settle_prepacking(drafter_model, prepack, allow_rounding=True)
     if features:
         layer_ids = parse_layer_ids(target_layer_ids) or default_target_layer_ids(target_model)
         settings = replace(settings, capture_layer_ids=tuple(layer_ids))
     encoded = _encode(tokenizer, chosen, max_prompt_tokens, limit, console)
-    decoder = None if drafter is None else _drafted_decoder(models[0], models[1], batch_size, length_policy)
+    decoder = None
+    if drafter_model is not None:
+        decoder = _drafted_decoder(target_model, drafter_model, batch_size, length_policy)
     _generate(target_model, encoded, out, settings, decoder, sources.provenance, console)
     _print_statistics(out, console)
 

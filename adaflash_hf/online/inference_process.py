@@ -189,8 +189,8 @@ class _Inference:
             target, tokenizer = load_target(side.target, side.dtype, device=side.device)
             drafter, version = load_served_drafter(PublishedVersions(side.publish_dir), side.drafter, target.dtype)
         drafter = drafter.to(target.device).eval()
-        for model in (target, drafter):
-            settle_prepacking(model, self._settings.prepack)
+        settle_prepacking(target, self._settings.prepack)
+        settle_prepacking(drafter, self._settings.prepack, allow_rounding=True)
         return target, tokenizer, drafter, version
 
     def _encode(self, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], str]]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 from stand_ins import byte_tokenizer
-from tiny_models import tiny_drafter, tiny_target
+from tiny_models import rounding_allowed, tiny_drafter, tiny_target
 
 from adaflash_hf.commands import loading
 from adaflash_hf.commands.loading import find_baseline, find_drafter, load_drafter, load_models
@@ -84,6 +84,8 @@ def test_prepacks_both_models_when_asked(tmp_path, console, prepack):
     models = load_models(str(tmp_path / "target"), str(tmp_path / "drafter"), "float32", "cpu", prepack, console)
     for model in (models.target_model, models.drafter):
         assert any(isinstance(module, PrepackedLinear) for module in model.modules()) is prepack
+    if prepack:
+        assert (rounding_allowed(models.target_model), rounding_allowed(models.drafter)) == ({False}, {True})
 
 
 def test_plain_decoding_runs_on_the_model_as_loaded_or_on_the_same_weights(console):

@@ -6,9 +6,10 @@ import datasets
 import pytest
 from full_disk import full_after
 from stand_ins import byte_target, load_byte_target
-from tiny_models import tiny_drafter
+from tiny_models import rounding_allowed, tiny_drafter
 
 from adaflash_hf.cli import main
+from adaflash_hf.commands import trajectories as command
 from adaflash_hf.commands.trajectories import interleave, parse_layer_ids
 from adaflash_hf.errors import InvalidInputError
 from adaflash_hf.training import trajectories
@@ -74,6 +75,14 @@ def test_datasets_beside_files_and_a_drafter(tmp_path, prompt_files, capsys):
         assert plain.response_ids(row).tolist() == drafted.response_ids(row).tolist()
     provenance = read_settings(tmp_path / "plain")["provenance"]
     assert provenance == {"files": ["math.jsonl", "code.json"], "datasets": []}
+
+
+def test_drafts_may_round_and_the_target_may_not(tmp_path, prompt_files, monkeypatch):
+    tiny_drafter(byte_target()).save_pretrained(tmp_path / "drafter")
+    models, make = [], command._drafted_decoder
+    monkeypatch.setattr(command, "_drafted_decoder", lambda *args: models.extend(args[:2]) or make(*args))
+    assert run(tmp_path / "out", prompt_files, "--drafter", tmp_path / "drafter", "--dtype", "float32") == 0
+    assert [rounding_allowed(model) for model in models] == [{False}, {True}]
 
 
 def test_a_full_disk_costs_no_batch_that_was_written(tmp_path, prompt_files, capsys):

@@ -10,15 +10,22 @@ import pytest
 import torch
 from online_traffic import in_fork
 from published_drafters import adapted_drafter, publish
-from tiny_models import tiny_target
+from tiny_models import rounding_allowed, tiny_target
 from tiny_online_run import NUM_PROMPTS, VOCAB_SIZE, inference_settings, save_models, side_settings
 
 from adaflash_hf.errors import InvalidInputError
-from adaflash_hf.online.inference_process import PromptTraffic, load_served_drafter, run_inference, starting_position
+from adaflash_hf.online.inference_process import (
+    PromptTraffic,
+    _Inference,
+    load_served_drafter,
+    run_inference,
+    starting_position,
+)
 from adaflash_hf.online.published_versions import PublishedVersions
 from adaflash_hf.online.publisher import Publisher
 from adaflash_hf.online.replay_buffer import ReplayBuffer
 from adaflash_hf.online.run_status import read_status
+from adaflash_hf.online.side_process import SideProcess
 from adaflash_hf.training.prompts import Prompt
 
 
@@ -105,6 +112,12 @@ def test_sigterm_ends_it_and_the_next_one_goes_on_where_it_was(models, tmp_path)
     recorded = ReplayBuffer(tmp_path / "buffer").newest(100)
     assert len({one.prompt_hash for one in recorded}) == NUM_PROMPTS
     assert len(recorded) <= NUM_PROMPTS + 2
+
+
+def test_drafts_may_round_and_the_target_may_not(models, tmp_path):
+    settings = inference_settings(models, tmp_path, prepack=True)
+    target, _, drafter, _ = _Inference(settings, SideProcess("server", tmp_path, 1))._load()
+    assert (rounding_allowed(target), rounding_allowed(drafter)) == ({False}, {True})
 
 
 def test_what_cannot_work_ends_with_the_reason(models, tmp_path):
