@@ -15,6 +15,7 @@ from transformers.generation import GenerationConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from ..errors import EngineQueueFullError, EngineStoppedError, InvalidInputError
+from ..openmp_workers import release_openmp_workers
 from .automatic_prepacking import AutomaticPrepacking
 from .callbacks import Callbacks
 from .compatibility import check_drafter_fits_target, unwrap_model
@@ -340,6 +341,8 @@ class AdaFlashEngine:
     def _wait(self, handle: RequestHandle, is_ready: Callable[[], bool], timeout: float | None) -> None:
         """Waits until `is_ready`, running rounds if nobody else does."""
         deadline = None if timeout is None else time.monotonic() + timeout
+        if self.is_running and self._stepping != threading.get_ident():
+            release_openmp_workers()
         while not is_ready():
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:

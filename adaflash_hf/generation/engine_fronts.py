@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import EngineQueueFullError
+from ..openmp_workers import release_openmp_workers
 from .engine_handles import RequestHandle, RequestResult
 
 
@@ -74,6 +75,7 @@ class BackgroundThread:
             )
             # A daemon that is inside a matmul while the interpreter goes down would crash it.
             self._finalizer = weakref.finalize(engine, _end_thread, signals, self._thread)
+            release_openmp_workers()
             self._thread.start()
 
     def stop(self, drain: bool, timeout: float | None) -> bool:

@@ -30,6 +30,7 @@ from ..errors import InvalidInputError, PublishedVersionError
 from ..generation.compatibility import unwrap_model
 from ..generation.drafter_hooks import hooks_of
 from ..generation.prepacking import restore_linear_layers
+from ..openmp_workers import release_openmp_workers
 from .probe import AcceptanceProbe, ProbeScore
 from .published_versions import PublishedVersion, PublishedVersions, VersionManifest, VersionPointer
 from .version_checks import check_configuration, read_weights
@@ -249,6 +250,8 @@ class HotReloader:
                 # Serving must outlive whatever is wrong with this thread's work.
                 logger.exception("Checking for a new drafter version failed; the one in use stays.")
                 self._note_error(f"{type(error).__name__}: {error}")
+            finally:
+                release_openmp_workers()
 
     def _prepare(self, pointer: VersionPointer) -> bool:
         began_s = time.perf_counter()
