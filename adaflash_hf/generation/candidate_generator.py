@@ -13,7 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..modeling_dflash_drafter import DFlashDrafterModel
-from .acceptance import sample_tokens
+from .acceptance import greedy_tokens, sample_tokens
 from .appending_cache import appending_cache
 from .block_inputs import BlockEmbedder
 from .cache_rollback import select_cache_rows
@@ -279,7 +279,7 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         logits = self._draft_head.logits(kept) if known_logits is None else known_logits[:, :num_drafts]
         logits = logits.to(device)
         if self._draft_warper is None:
-            return Proposal(logits.argmax(dim=-1), None, lengths)
+            return Proposal(greedy_tokens(logits), None, lengths)
         batch, drafts, vocab = logits.shape
         # With a drafter that overflowed any distribution will do, for the target corrects it; but it must be one.
         warped = self._draft_warper(logits.reshape(-1, vocab).float().nan_to_num(posinf=1e4, neginf=float("-inf")))

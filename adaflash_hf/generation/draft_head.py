@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import DrafterCompatibilityError
 from ..modeling_dflash_drafter import DFlashDrafterModel
+from .acceptance import greedy_tokens
 from .prepacking import PrepackedLinear
 
 
@@ -53,7 +54,7 @@ class DraftHead:
         Returns:
             `torch.Tensor` of shape `(...)`: The likeliest token of each row.
         """
-        places = self._drafter.compute_logits(hidden_states, self._head).argmax(dim=-1)
+        places = greedy_tokens(self._drafter.compute_logits(hidden_states, self._head))
         return places if self._token_ids is None else self._token_ids[places]
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
+from .acceptance import greedy_tokens
 from .compatibility import unwrap_model
 from .packed_drafter import PackedDrafter
 from .packed_target import PackedTarget
@@ -133,7 +134,7 @@ class EngineRoundBench:
         outputs = self._target.forward(
             slots, [piece.to(self._target.device) for piece in ids], layer_ids=self._layer_ids
         )
-        outputs.logits.argmax(dim=-1).tolist()
+        greedy_tokens(outputs.logits).tolist()
         for slot, length in zip(slots, lengths, strict=True):
             self._target.truncate(slot, length)
 

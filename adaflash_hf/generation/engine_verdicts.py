@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .acceptance import count_leading_matches, judge_drafts, replacement_probs, sample_tokens
+from .acceptance import count_leading_matches, greedy_tokens, judge_drafts, replacement_probs, sample_tokens
 from .candidate_generator import Proposal
 from .engine_requests import GenerationRequest, RequestNoise
 from .token_choice import BlockNoise, prefix_free_processors
@@ -130,7 +130,7 @@ def _choose(
     for (do_sample, _, settings), indices in groups.items():
         if not do_sample and not settings:
             rows = logits if is_everything else logits[_rows_of([blocks[index] for index in indices], logits.device)]
-            chosen = rows.argmax(dim=-1)
+            chosen = greedy_tokens(rows)
             pieces.update(zip(indices, chosen.split([blocks[index].num_rows for index in indices]), strict=True))
             continue
         for chunk in _chunks(blocks, indices, logits.shape[-1]):

@@ -9,6 +9,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from ..errors import InvalidInputError
+from .acceptance import greedy_tokens
 from .block_inputs import BlockEmbedder
 from .compatibility import unwrap_model
 from .draft_head import DraftHead
@@ -171,4 +172,4 @@ class PackedDrafter(PackedModel):
         if not keep_logits:
             return PackedDrafts(self._head.argmax(rows), counts)
         logits = self._head.logits(rows)
-        return PackedDrafts(logits.argmax(dim=-1), counts, logits)
+        return PackedDrafts(greedy_tokens(logits), counts, logits)

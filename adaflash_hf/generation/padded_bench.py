@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import PreTrainedModel
 
+from .acceptance import greedy_tokens
 from .appending_cache import append_in_place
 from .candidate_generator import AdaFlashCandidateGenerator
 from .compatibility import unwrap_model
@@ -101,7 +102,7 @@ class _ScratchBatch:
         assert self._hidden_states is not None
         drafts = self._generator.project(self._hidden_states, [length] * self.size, self._anchors.device)
         outputs = self._runner.verify(torch.cat([self._anchors[:, None], drafts.candidate_ids], dim=1))
-        outputs.logits.argmax(dim=-1).tolist()
+        greedy_tokens(outputs.logits).tolist()
         self._generator.extend_context(outputs.hidden_states, self._anchor_positions[:, None])
         self._runner.commit([1] * self.size)
         self._anchor_positions = self._anchor_positions + 1

@@ -10,7 +10,7 @@ from transformers.generation import logits_process as processors
 from transformers.generation.logits_process import LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from ..errors import UnsupportedGenerationError
-from .acceptance import count_leading_matches, rejection_sample, sample_tokens
+from .acceptance import count_leading_matches, greedy_tokens, rejection_sample, sample_tokens
 from .candidate_generator import Proposal
 from .sequences import SequenceBatch
 
@@ -177,7 +177,7 @@ class TokenChooser:
             accepted = [row[-1] for row in packed]
             tokens = [[*row[:count], row[num_drafts]] for row, count in zip(packed, accepted, strict=True)]
         else:
-            chosen = logits.argmax(dim=-1) if not self.do_sample else self._draw(logits, noise)
+            chosen = greedy_tokens(logits) if not self.do_sample else self._draw(logits, noise)
             packed = torch.cat([chosen, drafts], dim=1).tolist()
             accepted = [count_leading_matches(row[length:], row) for row in packed]
             tokens = [row[: count + 1] for row, count in zip(packed, accepted, strict=True)]

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adaflash_hf.generation.acceptance import count_leading_matches, rejection_sample, sample_tokens
+from adaflash_hf.generation.acceptance import (
+    count_leading_matches,
+    greedy_tokens,
+    rejection_sample,
+    sample_tokens,
+)
 
 
 def one_hot(*tokens: int, vocab_size: int = 4) -> torch.Tensor:
@@ -73,3 +78,9 @@ def test_underflowed_draft_probability_is_not_divided_by() -> None:
     q, p = torch.tensor([[[0.0, 1.0]]]), torch.tensor([[[0.5, 0.5], [0.0, 1.0]]])
     accepted, following = rejection_sample(torch.tensor([[0]]), q, p)
     assert (accepted.tolist(), following.tolist()) == ([1], [1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_greedy_token_is_the_first_of_equal_logits(dtype):
+    logits = torch.tensor([[[1.0, 3.0, 3.0, 2.0], [float("-inf"), -5.0, -5.0, -6.0]]], dtype=dtype)
+    assert greedy_tokens(logits).tolist() == [[1, 1]]
