@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,8 +19,10 @@ __all__ = ["RoundBench", "calibrate", "calibrated_table", "cost_table_directory"
 
 logger = logging.getLogger(__name__)
 
-# Timed walks over the grid that took longer than this in all are enough: steps of seconds vary little.
+# Timed walks over the grid that took longer than this in all are enough once there are some, or if one alone did:
+# steps of seconds vary little.
 _ENOUGH_S = 5.0
+_ENOUGH_PASSES = 3
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # What does not fit into memory is not to be chosen.
 _OUT_OF_MEMORY_FACTOR = 1e3
@@ -59,7 +60,7 @@ def cost_table_directory() -> Path:
     return target_cache_directory() / "costs"
 
 
-def calibrate(bench: RoundBench, num_passes: int = 3, clock: Callable[[], float] = time.perf_counter) -> CostTable:
+def calibrate(bench: RoundBench, num_passes: int = 5, clock: Callable[[], float] = time.perf_counter) -> CostTable:
     """
     Times steps on a grid: powers of two of requests, and verify lengths up to a whole block.
 
@@ -68,7 +69,9 @@ def calibrate(bench: RoundBench, num_passes: int = 3, clock: Callable[[], float]
 
     Args:
         bench (`RoundBench`): Runs the steps.
-        num_passes (`int`, defaults to 3): Timed walks, fewer where they are long; the median of a point counts.
+        num_passes (`int`, defaults to 5):
+            Timed walks, fewer where they are long. The fastest of a point counts: whatever else the machine does only
+            adds to it.
         clock (`Callable[[], float]`, *optional*): Seconds.
 
     Returns:
@@ -102,18 +105,18 @@ def calibrate(bench: RoundBench, num_passes: int = 3, clock: Callable[[], float]
                     target_s[number, i, j] = timed(lambda steps=steps: bench.run_target(steps))  # type: ignore[misc]
             if number > 0:
                 num_timed, spent_s = number, spent_s + clock() - begin_s
-            if spent_s > _ENOUGH_S:
+            if spent_s > _ENOUGH_S * (num_timed if num_timed < _ENOUGH_PASSES else 1):
                 break
     finally:
         bench.close()
     timed_walks = slice(1, num_timed + 1)
-    return CostTable.fit(requests, lengths, _medians(target_s[timed_walks]), _medians(draft_s[timed_walks]))
+    return CostTable.fit(requests, lengths, _fastest(target_s[timed_walks]), _fastest(draft_s[timed_walks]))
 
 
-def _medians(passes: np.ndarray) -> np.ndarray:
-    medians = np.apply_along_axis(statistics.median, 0, passes)
-    finite = medians[np.isfinite(medians)]
-    return np.where(np.isfinite(medians), medians, _OUT_OF_MEMORY_FACTOR * finite.max(initial=1.0))
+def _fastest(passes: np.ndarray) -> np.ndarray:
+    fastest = passes.min(axis=0)
+    finite = fastest[np.isfinite(fastest)]
+    return np.where(np.isfinite(fastest), fastest, _OUT_OF_MEMORY_FACTOR * finite.max(initial=1.0))
 
 
 def calibrated_table(bench: RoundBench, directory: Path | None = None, refresh: bool = False) -> CostTable:

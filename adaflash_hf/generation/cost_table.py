@@ -136,10 +136,13 @@ class CostCorrection:
     """
 
     _RATES = (0.2, 0.06, 0.06, 0.06)
+    # The first observations of a narrow factor count more: rounds of the side that is thought slower are rare.
+    _FIRST_RATE = 0.15
     _LARGEST_SURPRISE = 0.25
 
     def __init__(self) -> None:
         self._logs: dict[Hashable, float] = {}
+        self._counts: dict[Hashable, int] = {}
 
     def factor(self, *path: Hashable) -> float:
         """
@@ -160,7 +163,9 @@ class CostCorrection:
         surprise = math.log(ratio) - math.log(self.factor(*path))
         surprise = max(-self._LARGEST_SURPRISE, min(self._LARGEST_SURPRISE, surprise))
         for depth, rate in zip(range(len(path) + 1), self._RATES, strict=False):
-            self._logs[path[:depth]] = self._logs.get(path[:depth], 0.0) + rate * surprise
+            part, count = path[:depth], self._counts.get(path[:depth], 0)
+            self._counts[part] = count + 1
+            self._logs[part] = self._logs.get(part, 0.0) + max(rate, self._FIRST_RATE / (1 + count / 4)) * surprise
 
 
 def cost_table_path(directory: Path, fingerprint: Mapping[str, str]) -> Path:

@@ -73,6 +73,24 @@ def test_slow_steps_are_not_measured_again_and_again() -> None:
     assert table.target_seconds(1, 5.0) == pytest.approx(2.015)
 
 
+def test_what_else_the_machine_did_is_not_measured() -> None:
+    bench = ClockBench(max_requests=1)
+    steps: list[int] = []
+    run_target = bench.run_target
+
+    def disturbed_target(verify_lengths: Sequence[int]) -> None:
+        run_target(verify_lengths)
+        steps.append(verify_lengths[0])
+        bench.now_s += 1.2 * (len(steps) % 3 != 0)  # two of three steps take a second more
+
+    bench.run_target = disturbed_target  # type: ignore[method-assign]
+    table = calibrate(bench, clock=lambda: bench.now_s)
+    assert len(steps) == 4 * 5  # three walks count: they are neither quick nor slow
+    assert [round(table.target_seconds(1, float(n)).item(), 6) for n in (1, 2, 3, 4, 5)] == [
+        0.011, 0.012, 0.013, 0.014, 0.015
+    ]  # fmt: skip
+
+
 def test_what_does_not_fit_is_too_dear_to_be_chosen() -> None:
     bench = ClockBench(memory_rows=10)
     table = calibrate(bench, clock=lambda: bench.now_s)

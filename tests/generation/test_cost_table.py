@@ -95,8 +95,21 @@ def test_correction_tells_kinds_apart() -> None:
     assert correction.factor("draft", 3, 2) == pytest.approx(0.8, rel=0.03)
 
 
+def test_rare_rounds_are_soon_known() -> None:
+    """Ten of one kind in between are enough, where the table is 30 % off for them alone."""
+    correction = CostCorrection()
+    for number in range(100):
+        correction.observe(1.0, "draft", 3, 2)
+        if number % 10 == 9:
+            correction.observe(1 / 1.3, "plain", 3)
+    assert correction.factor("plain", 3) == pytest.approx(1 / 1.3, rel=0.06)
+    assert correction.factor("draft", 3, 2) == pytest.approx(1, rel=0.05)
+
+
 def test_an_outlier_is_no_news() -> None:
     correction = CostCorrection()
+    for _ in range(20):
+        correction.observe(1.0, "plain", 0)
     correction.observe(1000.0, "plain", 0)
     assert correction.factor("plain", 0) < 1.1
     for _ in range(100):  # but a change that stays is
