@@ -2,22 +2,26 @@
 
 Verification multiplies two to sixteen rows by every weight of the target. PyTorch's own `nn.Linear` rearranges a
 float32 weight on each call with more than one row, and where the processor has no instructions for bfloat16 or float16
-it emulates them row by row. Here a weight is rearranged once, in one of two layouts:
+it emulates them row by row. Where it has them, a rearranged weight is still read and multiplied twice as fast. Here a
+weight is rearranged once, in one of two layouts:
 
 - **half**: FBGEMM's float16 weights, which are widened to float32 on their way into the multiplication: half the bytes
   of float32, and activations, products and sums in float32. Used where float16 holds the weight without loss, after a
   scale by a power of two if need be. That is every float16 and bfloat16 weight, and a float32 one that came from such
   a checkpoint.
-- **full**: oneDNN's float32 weights, for all other float32 layers.
+- **full**: oneDNN's weights in their own dtype, for all other float32 layers, and for bfloat16 where x86 processors
+  multiply it (AMX, AVX512-BF16).
 
 Milliseconds of 30 layers of 576 x 1536 on one AVX2 core (float32 `nn.Linear`, bfloat16 `nn.Linear`, full, half): one
-row 10, 7, 10, 4; four rows 18, 26, 14, 5; eight rows 19, 47, 15, 8; sixteen rows 27, 91, 23, 12.
+row 10, 7, 10, 4; four rows 18, 26, 14, 5; eight rows 19, 47, 15, 8; sixteen rows 27, 91, 23, 12. And of
+SmolLM2-135M's layers in bfloat16 on two cores with AVX512-BF16 (`nn.Linear`, full): one row 14, 7; eight rows 15, 9;
+64 rows 34, 23; 1024 rows 370, 247.
 
 A copy costs memory: as much as the weight itself, or half of it for a float32 weight in the half layout. While tokens
-are generated it is made unasked where there is plenty (`automatic_prepacking.py`). One row of bfloat16 or float16
-stays with PyTorch all the same: in a whole model, with casts before and after every layer, its own was faster (67 ms
-of SmolLM2-135M's step against 90). So does one row on one thread (float32 62 ms against 67; on two threads 64
-against 56).
+are generated it is made unasked where there is plenty (`automatic_prepacking.py`). One row of bfloat16 or float16 in
+the half layout stays with PyTorch all the same: in a whole model, with casts before and after every layer, its own was
+faster (67 ms of SmolLM2-135M's step against 90). So does one float32 row on one thread (62 ms against 67; on two
+threads 64 against 56).
 """
 
 from __future__ import annotations
@@ -26,7 +30,6 @@ import copy
 import itertools
 import math
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -46,6 +49,7 @@ __all__ = [
     "can_prepack",
     "can_prepack_full",
     "can_prepack_half",
+    "can_prepack_natively",
     "has_prepacked_layers",
     "is_kept_plain",
     "is_rearranged",
@@ -65,9 +69,6 @@ _MOST_ROWS = 192
 _LOSS_LIMIT = 2.0**-30
 _LOSS_LIMIT_OF_HALVES = 2.0**-20
 _LARGEST_HALF = 65504.0
-
-# Takes `(..., in_features)` in float32, and the bias.
-Multiply = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 def can_prepack_half() -> bool:
@@ -96,21 +97,32 @@ def can_prepack_full() -> bool:
     return _full_operators() is not None
 
 
+def can_prepack_natively(dtype: torch.dtype) -> bool:
+    """
+    Whether oneDNN's operators take weights of a dtype below float32, and the processor multiplies it.
+
+    Args:
+        dtype (`torch.dtype`): Of the weights.
+    """
+    # The operators refuse bfloat16 without AVX512, and emulate it on most processors with it.
+    is_taken = dtype == torch.bfloat16 and can_prepack_full() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return is_taken and multiplies_natively(dtype)
+
+
 def can_prepack(module: nn.Module) -> bool:
     """
-    Whether a module is a plain linear layer on the CPU that rearranging makes faster: in float32, or in bfloat16 or
-    float16 where the processor has no instructions for them and [`can_prepack_half`].
+    Whether a module is a plain linear layer on the CPU that rearranging makes faster: in float32; in bfloat16 or
+    float16 where the processor has no instructions for them and [`can_prepack_half`]; where it has,
+    [`can_prepack_natively`].
     """
     if type(module) not in (nn.Linear, PrepackedLinear):
         return False
     weight = module.weight
     if weight.device.type != "cpu":
         return False
-    return weight.dtype == torch.float32 or (
-        weight.dtype in (torch.bfloat16, torch.float16)
-        and not multiplies_natively(weight.dtype)
-        and can_prepack_half()
-    )
+    if weight.dtype not in (torch.bfloat16, torch.float16):
+        return weight.dtype == torch.float32
+    return can_prepack_natively(weight.dtype) if multiplies_natively(weight.dtype) else can_prepack_half()
 
 
 class _Copy:
@@ -165,7 +177,7 @@ class PrepackedLinear(nn.Linear):
             return super().forward(input)
         if input.dim() < 2:
             return self.forward(input[None])[0]
-        if input.dtype == torch.float32:
+        if multiply.dtype == input.dtype:
             return multiply(input, self.bias)
         bias = None if self.bias is None else self.bias.float()
         return multiply(input.float(), bias).to(input.dtype)
@@ -178,7 +190,7 @@ class PrepackedLinear(nn.Linear):
 
 
 class _FullWeight:
-    """A weight in oneDNN's layout."""
+    """A weight in oneDNN's layout. `dtype` is that of the rows it multiplies."""
 
     def __init__(self, weight: torch.Tensor):
         operators = _full_operators()
@@ -189,13 +201,16 @@ class _FullWeight:
             )
         reorder, self._multiply = operators
         self._packed = reorder(weight, ROWS_HINT)
+        self.dtype = weight.dtype
 
     def __call__(self, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self._multiply(rows, self._packed, bias, "none", [], "")
 
 
 class _HalfWeight:
-    """A weight in FBGEMM's layout, times a power of two."""
+    """A weight in FBGEMM's layout, times a power of two. `dtype` is that of the rows it multiplies."""
+
+    dtype = torch.float32
 
     def __init__(self, weight: torch.Tensor, scale: float):
         scaled = (weight.float() * scale).contiguous()
@@ -210,20 +225,26 @@ class _HalfWeight:
         return output if bias is None else output.add_(bias)
 
 
+# Takes rows `(..., in_features)` of its dtype, and the bias.
+Multiply = _FullWeight | _HalfWeight
+
+
 def _suits_pytorch(rows: torch.Tensor, multiply: Multiply) -> bool:
     """
-    Whether PyTorch multiplies these rows better by itself: a single one of sixteen bits, without casts before and
+    Whether PyTorch multiplies these rows better by itself: a single one of sixteen bits that would be cast before and
     after; a single one for which one thread reads a weight that is no smaller rearranged; and so many float32 rows
     that they pay for rearranging.
     """
     num_rows = rows.shape[:-1].numel()
     if rows.dtype != torch.float32:
-        return num_rows == 1
+        return num_rows == 1 and multiply.dtype != rows.dtype
     is_full = isinstance(multiply, _FullWeight)
     return num_rows > _MOST_ROWS or (num_rows == 1 and is_full and torch.get_num_threads() == 1)
 
 
 def _rearrange(weight: torch.Tensor, allows_rounding: bool) -> Multiply:
+    if can_prepack_natively(weight.dtype):
+        return _FullWeight(weight)
     scale = _scale_for_half(weight, allows_rounding) if can_prepack_half() else None
     return _FullWeight(weight.float()) if scale is None else _HalfWeight(weight, scale)
 
@@ -248,7 +269,7 @@ def _scale_for_half(weight: torch.Tensor, allows_rounding: bool) -> float | None
 def prepack_linear_layers(model: nn.Module, *, allow_rounding: bool = False) -> int:
     """Rearranges the weights of a model's linear layers on the CPU for blocks of a few rows.
 
-    In float32, and in bfloat16 and float16 on x86 processors without instructions for them, one row costs less and
+    In float32, in bfloat16, and in float16 on x86 processors without instructions for it, one row costs less and
     eight rows cost a fraction of what they did; see the head of this module for numbers, memory included.
 
     Args:
@@ -258,7 +279,7 @@ def prepack_linear_layers(model: nn.Module, *, allow_rounding: bool = False) -> 
             hardly changes, and what is generated not at all.
 
     Returns:
-        `int`: Number of layers rearranged; 0 on an accelerator, or where the processor multiplies the dtype itself.
+        `int`: Number of layers rearranged; 0 on an accelerator, and of dtypes that gain nothing.
 
     Raises:
         MissingDependencyError: If this build of PyTorch has no oneDNN, and the layers need it.

@@ -11,6 +11,7 @@ from torch import nn
 from adaflash_hf.generation.prepacking import (
     PrepackedLinear,
     can_prepack_half,
+    can_prepack_natively,
     prepack_linear_layers,
     restore_linear_layers,
     unpacked_twin,
@@ -20,6 +21,9 @@ from adaflash_hf.generation.prepacking import (
 # float32 sums of 40 products in another order
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 HALVES = [torch.bfloat16, torch.float16]
+needs_native = pytest.mark.skipif(
+    not can_prepack_natively(torch.bfloat16), reason="this processor, or build of PyTorch, emulates bfloat16"
+)
 needs_half = pytest.mark.skipif(not can_prepack_half(), reason="this build of PyTorch has no FBGEMM")
 
 
@@ -72,10 +76,42 @@ def test_gradients_still_flow(layers):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_dtypes_with_instructions_are_left_alone(layers, dtype, monkeypatch):
+def test_dtypes_with_instructions_that_onednn_does_not_take_are_left_alone(layers, dtype, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True, "amx_fp16": True})
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False, raising=False)
     assert prepack_linear_layers(layers.to(dtype)) == 0
     assert type(layers[0]) is nn.Linear
+
+
+@needs_native
+@pytest.mark.parametrize("shape", [(1, 40), (40,), (2, 7, 40), (0, 40), (300, 40)])
+def test_bfloat16_with_instructions_keeps_its_dtype(layers, shape):
+    layers.to(torch.bfloat16)
+    inputs = torch.randn(*shape).bfloat16()
+    with torch.no_grad():
+        exact = nn.functional.linear(inputs.double(), layers[0].weight.double(), layers[0].bias.double())
+        assert prepack_linear_layers(layers) == 2
+        assert layers[0].layout == "full"
+        actual = layers[0](inputs)
+        # As where a head sees the last row of each sequence alone.
+        strided = torch.randn(3, 4, 40).bfloat16()[:, -1:]
+        torch.testing.assert_close(layers[0](strided), layers[0](strided.contiguous()), rtol=0, atol=0)
+    assert actual.dtype == torch.bfloat16
+    assert actual.shape == exact.shape
+    # one rounding of the sum, in float32
+    torch.testing.assert_close(actual, exact.bfloat16(), rtol=torch.finfo(torch.bfloat16).eps, atol=1e-6)
+
+
+@needs_native
+def test_follows_updates_in_its_own_dtype(layers):
+    prepack_linear_layers(layers.to(torch.bfloat16))
+    inputs = torch.randn(4, 40).bfloat16()
+    with torch.no_grad():
+        before = layers(inputs)
+        layers[2].weight.mul_(2.0)
+        assert torch.equal(layers(inputs), 2 * before)
+        layers.float()
+        assert layers(inputs.float()).dtype == torch.float32
 
 
 @needs_half
