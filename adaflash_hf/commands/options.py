@@ -90,7 +90,7 @@ PrepackOption = Annotated[
     bool,
     typer.Option(
         "--prepack/--no-prepack",
-        help="On a CPU that emulates the dtype, or in float32: rearrange weights for blocks (memory for speed).",
+        help="On a CPU: rearrange weights for blocks of rows (memory for speed).",
     ),
 ]
 BaselineOption = Annotated[
