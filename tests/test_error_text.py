@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from adaflash_hf.error_text import first_line
+import adaflash_hf
+from adaflash_hf.error_text import first_line, install_hint
 
 
 @pytest.mark.parametrize(
@@ -17,3 +20,16 @@ from adaflash_hf.error_text import first_line
 )
 def test_first_line(error: Exception, expected: str) -> None:
     assert first_line(error) == expected
+
+
+def test_install_hint_is_for_clones_and_others() -> None:
+    hint = install_hint("bench")
+    assert "pip install -e '.[bench]' in the clone" in hint and "pip install 'adaflash-hf[bench]'" in hint
+    assert "\n" not in hint
+
+
+def test_errors_that_name_an_extra_give_that_hint() -> None:
+    """One place says how an extra is installed, so that no message is right for some users only."""
+    package = Path(adaflash_hf.__file__).parent
+    naming = {path.name for path in package.rglob("*.py") if "adaflash-hf[" in path.read_text(encoding="utf-8")}
+    assert naming == {"error_text.py"}

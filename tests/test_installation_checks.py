@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from adaflash_hf import install_routing, installation_checks, uninstall_routing
+from adaflash_hf.error_text import install_hint
 from adaflash_hf.evaluation.comparison import Comparison, DecodedRun, FirstDifference
 from adaflash_hf.installation_checks import Check, Outcome, check_installation
 
@@ -48,9 +49,7 @@ def test_missing_extras_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(installation_checks.metadata, "version", version)
     check = named(list(installation_checks._extras()), "extra train")
-    assert check == Check(
-        "extra train", Outcome.NOTE, "without datasets, tensorboard", "pip install 'adaflash-hf[train]'"
-    )
+    assert check == Check("extra train", Outcome.NOTE, "without datasets, tensorboard", install_hint("train"))
 
 
 def test_routing_that_was_taken_off_is_a_problem() -> None:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..error_text import install_hint
 from ..errors import InvalidInputError, MissingDependencyError
 from ..generation.statistics import GenerationStats
 from ..training.prompts import Prompt
@@ -200,7 +201,7 @@ class _Client:
             import httpx
         except ImportError as error:
             raise MissingDependencyError(
-                "`base_url` needs httpx, which is not installed. Run: pip install 'adaflash-hf[bench]'."
+                f"`base_url` needs httpx, which is not installed. Run: {install_hint('bench')}."
             ) from error
         self.server = server
         self.model = server.model

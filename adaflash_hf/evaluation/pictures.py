@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..error_text import install_hint
 from ..errors import MissingDependencyError
 from ..output_places import writing_to
 
@@ -30,7 +31,7 @@ def matplotlib_figure() -> type[Figure]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependencyError(
-            "Plots need matplotlib, which is not installed. Run: pip install 'adaflash-hf[bench]', or pass --no-plots."
+            f"Plots need matplotlib, which is not installed. Run: {install_hint('bench')}, or pass --no-plots."
         ) from error
     return Figure
 

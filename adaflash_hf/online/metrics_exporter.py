@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..error_text import install_hint
 from ..errors import InvalidInputError, MissingDependencyError
 
 
@@ -35,7 +36,7 @@ def metrics_registry(snapshot: Callable[[], Snapshot]) -> CollectorRegistry:
         from prometheus_client import CollectorRegistry
     except ImportError as error:
         raise MissingDependencyError(
-            "Metrics need prometheus-client, which is not installed; run: pip install 'adaflash-hf[serve]'."
+            f"Metrics need prometheus-client, which is not installed; run: {install_hint('serve')}."
         ) from error
 
     class Figures:

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Coroutine
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..error_text import install_hint
 from ..errors import InvalidInputError, MissingDependencyError
 from ..online.recorder import TrajectoryRecorder
 from .answer_listener import AnswerListener, as_event, events_of, json_object
@@ -363,5 +364,5 @@ def _import_httpx() -> Any:
 
 def _missing(name: str) -> MissingDependencyError:
     return MissingDependencyError(
-        f"`adaflash serve` needs {name}, which is not installed. Run: pip install 'adaflash-hf[serve]'."
+        f"`adaflash serve` needs {name}, which is not installed. Run: {install_hint('serve')}."
     )

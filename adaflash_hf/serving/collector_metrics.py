@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..error_text import install_hint
 from ..errors import MissingDependencyError
 
 
@@ -22,7 +23,7 @@ def prometheus_text(status: dict[str, Any]) -> str:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     except ImportError as error:
         raise MissingDependencyError(
-            "Metrics need prometheus-client, which is not installed. Run: pip install 'adaflash-hf[serve]'."
+            f"Metrics need prometheus-client, which is not installed. Run: {install_hint('serve')}."
         ) from error
 
     answers = CounterMetricFamily(

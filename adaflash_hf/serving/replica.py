@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..error_text import install_hint
 from ..errors import InvalidInputError, MissingDependencyError, ServerError
 
 
@@ -81,7 +82,7 @@ class Replica:
             import httpx
         except ImportError as error:
             raise MissingDependencyError(
-                "`replica` needs httpx, which is not installed. Run: pip install 'adaflash-hf[serve]'."
+                f"`replica` needs httpx, which is not installed. Run: {install_hint('serve')}."
             ) from error
         self.address = address
         self.url = address.url.rstrip("/").removesuffix("/v1")

@@ -174,8 +174,8 @@ def find_sglang(python: str) -> SGLangInstallation:
     if found["sglang"] is None:
         raise MissingDependencyError(
             f"SGLang is not installed for {python}. It pins its own torch, so give it an environment of its own: "
-            f"python3 -m venv sglang-env && sglang-env/bin/pip install sglang=={TESTED_VERSION} adaflash-hf, and pass "
-            "--python sglang-env/bin/python."
+            f"python3 -m venv sglang-env && sglang-env/bin/pip install sglang=={TESTED_VERSION} adaflash-hf (or the "
+            "directory of a clone), and pass --python sglang-env/bin/python."
         )
     return SGLangInstallation(python, found["sglang"], tuple(found["plugins"]))
 
@@ -236,8 +236,8 @@ def _check_plugin(with_plugin: bool, installation: SGLangInstallation, options: 
     if PLUGIN_ENTRY not in installation.plugins:
         raise MissingDependencyError(
             f"The export is for the plugin, which {installation.python} does not have (SGLang plugins there: "
-            f"{', '.join(installation.plugins) or 'none'}). Run: {installation.python} -m pip install adaflash-hf. Or "
-            "export with `adaflash export --to sglang`."
+            f"{', '.join(installation.plugins) or 'none'}). Run: {installation.python} -m pip install adaflash-hf (or "
+            "the directory of a clone). Or export with `adaflash export --to sglang`."
         )
     if installation.version != TESTED_VERSION:
         raise MissingDependencyError(

@@ -21,6 +21,7 @@ import torch
 from ..adapter_loading import base_of_adapter, check_adapter_fits
 from ..checkpoint_files import hub_arguments
 from ..checkpoint_loading import check_loaded_weights
+from ..error_text import install_hint
 from ..errors import DrafterCheckpointError, InvalidInputError, MissingDependencyError
 from ..modeling_dflash_drafter import DFlashDrafterModel
 
@@ -72,7 +73,7 @@ def add_lora(
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise MissingDependencyError(
-            "A LoRA adapter needs the package peft, which is not installed; run: pip install 'adaflash-hf[train]'"
+            f"A LoRA adapter needs the package peft, which is not installed; run: {install_hint('train')}"
         ) from error
 
     if rank < 1:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..error_text import install_hint
 from ..errors import InvalidInputError, MissingDependencyError
 from ..hub_upload import hub_errors
 from .prompts import Prompt, prompt_of_record
@@ -107,8 +108,7 @@ def _open(source: PromptDataset, *, is_streaming: bool) -> Any:
         import datasets
     except ImportError as error:
         raise MissingDependencyError(
-            "Data sets are read with the package datasets, which is not installed; run: pip install "
-            "'adaflash-hf[train]'"
+            f"Data sets are read with the package datasets, which is not installed; run: {install_hint('train')}"
         ) from error
     path = Path(source.name)
     try:

@@ -18,6 +18,7 @@ import torch
 from transformers import TrainerCallback
 
 from ..atomic_files import written_aside
+from ..error_text import install_hint
 from ..errors import InvalidInputError, MissingDependencyError
 from ..output_places import writing_to
 from .trajectories import read_settings
@@ -174,7 +175,7 @@ def check_reporting(names: Sequence[str]) -> None:
 
     if "tensorboard" in names and importlib.util.find_spec("tensorboard") is None:
         raise MissingDependencyError(
-            "`report_to` is 'tensorboard', which needs the package tensorboard; run: pip install 'adaflash-hf[train]'"
+            f"`report_to` is 'tensorboard', which needs the package tensorboard; run: {install_hint('train')}"
         )
     available = {*get_available_reporting_integrations(), "tensorboard", "all", "none"}
     unknown = [name for name in names if name not in available]

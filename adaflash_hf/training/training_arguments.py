@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.utils import is_accelerate_available
 
+from ..error_text import install_hint
 from ..errors import InvalidInputError, MissingDependencyError
 from .head_labels import LENGTH_LABELS
 from .objectives import OBJECTIVES, DraftObjective
@@ -120,7 +121,7 @@ class DrafterTrainingArguments(TrainingArguments):
     def __post_init__(self, *args: Any, **kwargs: Any) -> None:
         if not is_accelerate_available():
             raise MissingDependencyError(
-                "Training needs the package accelerate, which is not installed; run: pip install 'adaflash-hf[train]'"
+                f"Training needs the package accelerate, which is not installed; run: {install_hint('train')}"
             )
         super().__post_init__(*args, **kwargs)
         for name, allowed in (

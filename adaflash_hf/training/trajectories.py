@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from ..atomic_files import PARTIAL_SUFFIX, written_aside
+from ..error_text import install_hint
 from ..errors import InvalidInputError, MissingDependencyError
 from ..output_places import writing_to
 from .batched_decoding import DecodedResponse, DecodingSettings, decode_batch, eos_token_ids_of
@@ -361,7 +362,6 @@ def _pyarrow() -> Any:
         import pyarrow
     except ImportError as error:
         raise MissingDependencyError(
-            "Trajectories are stored as Parquet, which needs the package pyarrow; run: pip install "
-            "'adaflash-hf[train]'"
+            f"Trajectories are stored as Parquet, which needs the package pyarrow; run: {install_hint('train')}"
         ) from error
     return pyarrow
