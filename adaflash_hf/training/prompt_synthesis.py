@@ -256,7 +256,8 @@ def _read_own_file(path: Path, domain: str, seen: set[str]) -> int:
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     held = 0
-    for number, line in enumerate(whole.decode("utf-8", errors="replace").splitlines(), start=1):
+    # Not `splitlines`, which also breaks at characters that stand unescaped in prompts, as U+2028.
+    for number, line in enumerate(whole.decode("utf-8", errors="replace").split("\n")[:-1], start=1):
         try:
             record = json.loads(line)
             seen.add(str(record["prompt"]))

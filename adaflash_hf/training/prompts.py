@@ -113,23 +113,44 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Pairs of a place to name in errors and the record there."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        if text.lstrip().startswith("["):
-            entries = [(f"record {i}", record) for i, record in enumerate(json.loads(text), start=1)]
-        else:
-            lines = enumerate(text.splitlines(), start=1)
-            entries = [(f"line {i}", json.loads(line)) for i, line in lines if line.strip()]
-    except (OSError, ValueError) as error:
-        raise InvalidInputError(
-            f"`prompts` is {str(path)!r} and cannot be read ({error}); give a JSON array or one JSON object per line."
-        ) from error
+    text = _read_text(path)
+    if text.lstrip().startswith("["):
+        entries = [(f"record {i}", record) for i, record in enumerate(_parsed(text, path), start=1)]
+    else:
+        # Not `splitlines`, which also breaks at characters that stand unescaped in strings, as U+2028.
+        lines = enumerate(text.split("\n"), start=1)
+        entries = [(f"line {i}", _parsed(line, path, i)) for i, line in lines if line.strip()]
     for place, record in entries:
         if not isinstance(record, dict):
             raise InvalidInputError(
                 f"`prompts`: {place} of {path} is a {type(record).__name__}; each record must be a JSON object."
             )
         yield f"{place} of {path}", record
+
+
+def _read_text(path: Path) -> str:
+    if path.is_dir():
+        raise InvalidInputError(f"`prompts` is {str(path)!r}, which is a directory; give a file in it.")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise InvalidInputError(f"`prompts` is {str(path)!r}, which is not there; give a file that is.") from error
+    except OSError as error:
+        raise InvalidInputError(
+            f"`prompts` is {str(path)!r}, which cannot be read ({error.strerror}); give a file that can."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"`prompts` is {str(path)!r}, which is not text in UTF-8 ({error}).") from error
+
+
+def _parsed(text: str, path: Path, first_line: int = 1) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidInputError(
+            f"`prompts`: line {first_line + error.lineno - 1} of {path} is not JSON ({error.msg}, column "
+            f"{error.colno}); give a JSON array or one JSON object per line."
+        ) from error
 
 
 def _from_messages(value: Any, record: dict[str, Any]) -> list[tuple[str, str]]:

@@ -125,6 +125,15 @@ def test_a_run_that_was_stopped_ends_with_the_same_file(tmp_path):
     assert synthesize_prompts(target, tokenizer, whole, other).held == 2 and len(prompts_in(whole)) == 8
 
 
+def test_a_file_with_line_separators_in_a_prompt_is_gone_on_with(monkeypatch, tmp_path):
+    tokenizer, path = chat_tokenizer(), tmp_path / "p.jsonl"
+    scripted(monkeypatch, tokenizer, ["One line\u2028and another one"], ["Something else that is new"])
+    for count in (1, 2):
+        report = synthesize_prompts(make_target(), tokenizer, path, SynthesisSettings(count, "chat", batch_size=1))
+        assert report.held == count
+    assert read_prompt_file(path)[0].messages[0][1] == "One line\u2028and another one"
+
+
 def test_targets_that_cannot_are_told_apart(monkeypatch, tmp_path):
     tokenizer, path = chat_tokenizer(), tmp_path / "p.jsonl"
     with pytest.raises(InvalidInputError, match="no chat template"):

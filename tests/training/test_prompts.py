@@ -53,7 +53,9 @@ def test_arrays_and_domains(tmp_path):
     ("text", "match"),
     [
         ("", "no record"),
-        ("{not json", "cannot be read"),
+        ("{not json", r"line 1 of .*bad\.jsonl is not JSON"),
+        ('{"text": "a"}\n\n{"text": \n', r"line 3 of .*bad\.jsonl is not JSON \(Expecting value, column 10\)"),
+        ('[{"text": "a"},\n', r"line 2 of .*bad\.jsonl is not JSON"),
         ('{"answer": "5"}', "line 1 of .*'answer'"),
         ("3", "int"),
         ('{"messages": ["hello"]}', "unexpected form"),
@@ -67,9 +69,29 @@ def test_what_cannot_be_used_is_named(tmp_path, text, match):
         read_prompt_file(path)
 
 
-def test_missing_files_are_named(tmp_path):
-    with pytest.raises(InvalidInputError, match=r"gone\.jsonl"):
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_a_record_ends_with_its_line_and_not_at_separators_in_strings(tmp_path, separator):
+    path = tmp_path / "file.jsonl"
+    path.write_text(f'{{"text": "a{separator}b"}}\r\n{{"text": "c"}}', encoding="utf-8", newline="")
+    assert [prompt.messages[0][1] for prompt in read_prompt_file(path)] == [f"a{separator}b", "c"]
+
+
+@pytest.mark.parametrize("text", ['{"text": "a"}\n', '[{"text": "a"}]'])
+def test_a_byte_order_mark_is_no_content(tmp_path, text):
+    path = tmp_path / "file.jsonl"
+    path.write_text(text, encoding="utf-8-sig")
+    assert read_prompt_file(path) == [Prompt((("user", "a"),), "file")]
+
+
+def test_what_is_no_text_file_is_told_as_such(tmp_path):
+    with pytest.raises(InvalidInputError, match=r"gone\.jsonl', which is not there"):
         read_prompt_file(tmp_path / "gone.jsonl")
+    with pytest.raises(InvalidInputError, match="which is a directory"):
+        read_prompt_file(tmp_path)
+    path = tmp_path / "file.jsonl"
+    path.write_bytes(b'{"text": "\xff"}')
+    with pytest.raises(InvalidInputError, match="not text in UTF-8"):
+        read_prompt_file(path)
 
 
 def test_prompts_go_through_the_chat_template_if_there_is_one():
