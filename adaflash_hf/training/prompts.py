@@ -153,39 +153,54 @@ def _parsed(text: str, path: Path, first_line: int = 1) -> Any:
         ) from error
 
 
-def _from_messages(value: Any, record: dict[str, Any]) -> list[tuple[str, str]]:
-    messages = [(str(entry["role"]), str(entry["content"])) for entry in value]
-    return _until_last_user(messages)
+def _from_messages(value: Any, record: dict[str, Any]) -> list[tuple[str, Any]]:
+    return _until_last_user([(str(entry["role"]), entry["content"]) for entry in value])
 
 
-def _from_conversations(value: Any, record: dict[str, Any]) -> list[tuple[str, str]]:
-    messages = [(_SHAREGPT_ROLES[entry["from"]], str(entry["value"])) for entry in value]
-    return _until_last_user(messages)
+def _from_conversations(value: Any, record: dict[str, Any]) -> list[tuple[str, Any]]:
+    return _until_last_user([(_SHAREGPT_ROLES[entry["from"]], entry["value"]) for entry in value])
 
 
-def _until_last_user(messages: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def _until_last_user(messages: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """What stands before the last answer; it is the target that answers."""
     while messages and messages[-1][0] != "user":
         messages = messages[:-1]
     return messages
 
 
-def _from_turns(value: Any, record: dict[str, Any]) -> list[tuple[str, str]]:
-    return [("user", str(value[0]))]
+def _from_turns(value: Any, record: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [("user", value[0])]
 
 
-def _from_instruction(value: Any, record: dict[str, Any]) -> list[tuple[str, str]]:
+def _from_instruction(value: Any, record: dict[str, Any]) -> list[tuple[str, Any]]:
     instances = record.get("instances")
     extra = record.get("input") or (instances[0].get("input") if instances else None)
-    return [("user", f"{value}\n{extra}" if extra else str(value))]
+    return [("user", f"{value}\n{extra}" if extra and isinstance(value, str) else value)]
 
 
-def _from_text(value: Any, record: dict[str, Any]) -> list[tuple[str, str]]:
+def _from_text(value: Any, record: dict[str, Any]) -> list[tuple[str, Any]]:
     # Some data sets keep a list of messages under `prompt`.
-    return _from_messages(value, record) if isinstance(value, list) else [("user", str(value))]
+    return _from_messages(value, record) if isinstance(value, list) else [("user", value)]
 
 
-_READERS: dict[str, Callable[[Any, dict[str, Any]], list[tuple[str, str]]]] = {
+def _text_of(content: Any, field_and_place: str) -> str:
+    """Of a message, whose content may also be a list of parts, as OpenAI's interface takes it."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text":
+            raise InvalidInputError(
+                f"`prompts`: {field_and_place} has content with a part of the type {kind!r}; only parts of the type "
+                "'text' are read. Remove the record."
+            )
+        if not isinstance(part.get("text"), str):
+            raise InvalidInputError(
+                f"`prompts`: {field_and_place} has {part.get('text')!r} where text is expected; give a string."
+            )
+    return "".join(part["text"] for part in parts)
+
+
+_READERS: dict[str, Callable[[Any, dict[str, Any]], list[tuple[str, Any]]]] = {
     "messages": _from_messages,
     "conversations": _from_conversations,
     "turns": _from_turns,
@@ -196,7 +211,7 @@ _READERS: dict[str, Callable[[Any, dict[str, Any]], list[tuple[str, str]]]] = {
 }
 
 
-def _reader_of(value: Any) -> Callable[[Any, dict[str, Any]], list[tuple[str, str]]]:
+def _reader_of(value: Any) -> Callable[[Any, dict[str, Any]], list[tuple[str, Any]]]:
     """Who understands a value, whatever its field is called."""
     first = value[0] if isinstance(value, list) and value else None
     if isinstance(first, dict):
@@ -221,12 +236,13 @@ def _messages(record: dict[str, Any], place: str, column: str | None = None) -> 
         value = [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
     try:
         reader = _READERS.get(field) or _reader_of(value)
-        messages = reader(value, record)
+        contents = reader(value, record)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise InvalidInputError(
             f"`prompts`: `{field}` in {place} has an unexpected form ({type(error).__name__}: {error}); messages are "
             'objects with "role" and "content".'
         ) from error
+    messages = [(role, _text_of(content, f"`{field}` in {place}")) for role, content in contents]
     if not messages or not messages[-1][1].strip():
         raise InvalidInputError(f"`prompts`: `{field}` in {place} holds no text of the user; remove the record.")
     return tuple(messages)

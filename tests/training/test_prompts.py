@@ -26,6 +26,7 @@ def written(tmp_path, *records, name="file.jsonl"):
         ({"task_id": "HumanEval/0", "prompt": "def f():"}, "def f():"),
         ({"turns": ["First", "Second"]}, "First"),
         ({"prompt": [{"role": "user", "content": "Hello"}]}, "Hello"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": part} for part in "ab"]}]}, "ab"),
         ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]}, "Hi"),
         ({"conversations": [{"from": "human", "value": "Hey"}, {"from": "gpt", "value": "Yes?"}]}, "Hey"),
     ],
@@ -59,6 +60,15 @@ def test_arrays_and_domains(tmp_path):
         ('{"answer": "5"}', "line 1 of .*'answer'"),
         ("3", "int"),
         ('{"messages": ["hello"]}', "unexpected form"),
+        ('{"prompt": "a"}\n{"prompt": 3}', "`prompt` in line 2 of .* has 3 where text is expected"),
+        ('{"instruction": 3, "input": "a"}', "`instruction` in line 1 of .* has 3 where"),
+        ('{"turns": [3]}', "`turns` in line 1 of .* has 3 where"),
+        ('{"messages": [{"role": "user", "content": null}]}', "`messages` in line 1 of .* has None where"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}',
+            "`messages` in line 1 of .* a part of the type 'image_url'",
+        ),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}', "a part of the type 'str'"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "no text of the user"),
     ],
 )
