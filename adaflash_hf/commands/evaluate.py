@@ -31,6 +31,8 @@ app = typer.Typer(
 
 # Each experiment has a directory with these files and pictures beside them.
 RESULTS = "results"
+# Ignored by git in a clone of this repository, whose `results/` are what the README shows.
+OUT = Path("runs/evaluation")
 OutOption = Annotated[
     Path, typer.Option("--out", "-o", help="Directory of all results; those of this experiment go to NAME in it.")
 ]
@@ -228,7 +230,7 @@ def _subcommand(experiment: Experiment) -> Callable[..., None]:
             continue
         default = defaults.get(parameter.name, parameter.default)
         parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=default))
-    for name, annotation, default in (("out", OutOption, Path(RESULTS)), ("plots", PlotsOption, True)):
+    for name, annotation, default in (("out", OutOption, OUT), ("plots", PlotsOption, True)):
         parameters.append(
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         )
