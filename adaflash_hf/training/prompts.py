@@ -226,6 +226,10 @@ def _messages(record: dict[str, Any], place: str, column: str | None = None) -> 
         raise InvalidInputError(
             f"`prompts`: {place} has nothing in the field {field!r}, only in {filled}; name another one."
         )
+    if field is None and (empty := next((name for name in _READERS if name in record), None)) is not None:
+        raise InvalidInputError(
+            f"`prompts`: `{empty}` in {place} is empty ({record[empty]!r}); fill it in, or remove the record."
+        )
     if field is None:
         raise InvalidInputError(
             f"`prompts`: {place} has the fields {sorted(record)}, none of which is known to hold a prompt; rename one "

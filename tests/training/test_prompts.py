@@ -59,6 +59,7 @@ def test_arrays_and_domains(tmp_path):
         ('[{"text": "a"},\n', r"line 2 of .*bad\.jsonl is not JSON"),
         ('{"answer": "5"}', "line 1 of .*'answer'"),
         ("3", "int"),
+        ('{"text": "a"}\n{"prompt": "", "id": 1}', r"`prompt` in line 2 of .* is empty \(''\)"),
         ('{"messages": ["hello"]}', "unexpected form"),
         ('{"prompt": "a"}\n{"prompt": 3}', "`prompt` in line 2 of .* has 3 where text is expected"),
         ('{"instruction": 3, "input": "a"}', "`instruction` in line 1 of .* has 3 where"),
