@@ -109,7 +109,13 @@ class RequestPreparation:
         )
 
     def _check_prompt(self, input_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        ids = torch.as_tensor(input_ids)
+        try:
+            ids = torch.as_tensor(input_ids)
+        except (TypeError, ValueError, RuntimeError, KeyError) as error:
+            raise InvalidInputError(
+                f"`input_ids` is a {type(input_ids).__name__} that is no list or tensor of token ids. Tokenize first "
+                'and pass the ids of one prompt: `tokenizer(text)["input_ids"]`.'
+            ) from error
         if ids.ndim == 2 and ids.shape[0] == 1:
             ids = ids[0]
         if ids.ndim != 1 or ids.numel() == 0 or ids.is_floating_point() or ids.dtype == torch.bool:

@@ -20,7 +20,7 @@ from engine_traffic import (
 from oracle_drafter import oracle_drafter
 from plain_comparison import generate
 from tiny_models import tiny_drafter, tiny_target
-from transformers import PreTrainedModel
+from transformers import BatchEncoding, PreTrainedModel
 
 from adaflash_hf import (
     AdaFlashEngine,
@@ -252,6 +252,10 @@ def test_first_come_first_served() -> None:
     [
         ([], {}, InvalidInputError, "at least one token"),
         (torch.zeros(2, 3, dtype=torch.long), {}, InvalidInputError, "one by one"),
+        ("Hello", {}, InvalidInputError, r'is a str that .* Tokenize first .*`tokenizer\(text\)\["input_ids"\]`'),
+        (["Hello"], {}, InvalidInputError, "is a list that .* Tokenize first"),
+        (BatchEncoding({"input_ids": [5]}), {}, InvalidInputError, "is a BatchEncoding that .* Tokenize first"),
+        ({"input_ids": [5]}, {}, InvalidInputError, "is a dict that .* Tokenize first"),
         ([5, 96], {}, InvalidInputError, "96 rows"),
         ([5, -1], {}, InvalidInputError, "-1"),
         ([5] * 500, {"max_new_tokens": 20}, InvalidInputError, "context ends at 512"),
