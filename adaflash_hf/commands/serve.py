@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from ..errors import InvalidInputError, MissingDependencyError
 from .help_pages import SectionedCommand
 
 
@@ -80,7 +81,7 @@ def sglang(
     from ..serving.formats import ReadOptions
     from ..serving.inspection import inspect_drafter
     from ..serving.server_process import run_server
-    from ..serving.sglang_launch import SGLangOptions, find_sglang, plan_launch
+    from ..serving.sglang_launch import SGLangOptions, assumed_sglang, find_sglang, plan_launch
     from .checkpoint_options import open_target
 
     options = SGLangOptions(
@@ -97,7 +98,13 @@ def sglang(
         activation_concurrency=activation_concurrency,
         extra=tuple(context.args),
     )
-    installation = find_sglang(python)
+    try:
+        installation = find_sglang(python)
+    except (InvalidInputError, MissingDependencyError) as error:
+        if not print_only:
+            raise
+        installation = assumed_sglang(python)
+        typer.echo(f"note: the command was not checked against an installation: {error}", err=True)
     files = open_target(target)
     inspection = inspect_drafter(export, ReadOptions(target=files))
     command = plan_launch(inspection, None if files is None else files.path, installation, options)

@@ -20,7 +20,7 @@ from .launch_commands import LaunchCommand, sglang_command
 from .served_versions import weight_label
 
 
-__all__ = ["SGLangInstallation", "SGLangOptions", "find_sglang", "plan_launch"]
+__all__ = ["SGLangInstallation", "SGLangOptions", "assumed_sglang", "find_sglang", "plan_launch"]
 
 TESTED_VERSION = "0.5.23"
 PLUGIN_GROUP = "sglang.srt.plugins"
@@ -178,6 +178,16 @@ def find_sglang(python: str) -> SGLangInstallation:
             "directory of a clone), and pass --python sglang-env/bin/python."
         )
     return SGLangInstallation(python, found["sglang"], tuple(found["plugins"]))
+
+
+def assumed_sglang(python: str) -> SGLangInstallation:
+    """
+    What a Python should have, for a command that is run elsewhere or later.
+
+    Args:
+        python (`str`): The interpreter.
+    """
+    return SGLangInstallation(os.path.expanduser(python), TESTED_VERSION, (PLUGIN_ENTRY,))
 
 
 def plan_launch(

@@ -125,8 +125,15 @@ def test_it_is_run_and_ended(export, target, python):
 
 def test_without_sglang(export, capsys):
     # The Python of these tests has none: SGLang pins another torch.
-    assert cli.main(["serve", "sglang", export, "--target", "t", "--print"]) == 2
+    assert cli.main(["serve", "sglang", export, "--target", "t"]) == 2
     assert "pip install sglang==" in capsys.readouterr().err
+
+
+def test_the_command_is_shown_without_sglang_too(export, target, capsys):
+    assert cli.main(["serve", "sglang", export, "--target", target, "--print"]) == 0
+    captured = capsys.readouterr()
+    assert f"--model-path {target} --speculative-algorithm DFLASH" in captured.out
+    assert "note: the command was not checked against an installation: SGLang is not installed" in captured.err
 
 
 def test_reload_once(drafter, tmp_path, capsys):
