@@ -63,9 +63,10 @@ ConcurrenciesOption = Annotated[
     list[str] | None, typer.Option("--concurrency", "-c", help="Requests in flight at once; default: 1,8.")
 ]
 RequestsOption = Annotated[
-    int | None, typer.Option("--requests", min=1, help="Requests of each run; default: twice the concurrency.")
+    int | None,
+    typer.Option("--requests", min=1, help="Requests of each run; default: twice the concurrency, at least 8."),
 ]
-MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")]
+MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", min=8, help="Longest answer.")]
 RepeatsOption = Annotated[int, typer.Option("--repeats", min=1, help="Timed runs of each method; medians count.")]
 WarmUpTokensOption = Annotated[
     int, typer.Option("--warm-up-tokens", min=0, help="Longest answer of the untimed run before.")

@@ -67,14 +67,19 @@ class BenchSettings:
 
     def __post_init__(self) -> None:
         if not self.methods or not self.concurrencies:
-            raise InvalidInputError("`methods` and `concurrencies` must name at least one each.")
+            raise InvalidInputError(
+                "`methods` (--method) and `concurrencies` (--concurrency) must name at least one each."
+            )
         if len(set(self.methods)) < len(self.methods) or len(set(self.concurrencies)) < len(self.concurrencies):
             raise InvalidInputError(
-                f"`methods` {list(self.methods)} or `concurrencies` {list(self.concurrencies)} names one twice; name "
-                "each once, and raise `repeats` to measure more often."
+                f"`methods` (--method) {list(self.methods)} or `concurrencies` (--concurrency) "
+                f"{list(self.concurrencies)} names one twice; name each once, and raise `repeats` (--repeats) to "
+                "measure more often."
             )
         if min(self.concurrencies) < 1:
-            raise InvalidInputError(f"`concurrencies` is {list(self.concurrencies)}; at least one request runs.")
+            raise InvalidInputError(
+                f"`concurrencies` (--concurrency) is {list(self.concurrencies)}; at least one request runs."
+            )
         if self.temperature < 0:
             raise InvalidInputError(f"`temperature` is {self.temperature}; it must be 0 (greedy) or more.")
         if self.repeats < 1:
@@ -86,8 +91,8 @@ class BenchSettings:
             )
         if self.num_requests is not None and self.num_requests < max(self.concurrencies):
             raise InvalidInputError(
-                f"`num_requests` is {self.num_requests}, but `concurrencies` goes up to {max(self.concurrencies)}: "
-                "that many would never be in flight. Raise the first or lower the second."
+                f"`num_requests` (--requests) is {self.num_requests}, but `concurrencies` (--concurrency) goes up to "
+                f"{max(self.concurrencies)}: that many would never be in flight. Raise the first or lower the second."
             )
 
     def requests_at(self, concurrency: int) -> int:

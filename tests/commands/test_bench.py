@@ -40,3 +40,24 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(t
     (tmp_path / "file").touch()
     assert run(tmp_path / "file" / "bench", "--concurrency", 1) == 2
     assert "nothing was done yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--concurrency", 4], "(--requests) is 2, but `concurrencies` (--concurrency) goes up to 4"),
+        (["--concurrency", 0], "(--concurrency) is [0]"),
+        (["--concurrency", "1,1"], "(--concurrency) [1, 1] names one twice"),
+    ],
+)
+def test_errors_name_options(tmp_path, capsys, arguments, message):
+    assert run(tmp_path / "bench", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_options_say_what_is_taken(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(tmp_path / "bench", "--max-new-tokens", measuring._LEAST_NEW_TOKENS - 1) == 2
+    assert f"greater than or equal to {measuring._LEAST_NEW_TOKENS} " in capsys.readouterr().err
+    assert main(["bench", "--help"]) == 0
+    assert f"twice the concurrency, at least {measuring._LEAST_REQUESTS}." in " ".join(capsys.readouterr().out.split())
