@@ -184,7 +184,12 @@ def _run(
             signal.signal(number, handler)
         if exporter is not None:
             exporter.stop()
-    console.print(f"Ended; repeat the command to go on. Status: {supervisor.status_path}", highlight=False)
+    console.print(
+        f"Ended; repeat the command to go on. Status: {supervisor.status_path}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _stop_by_signals(stopping: threading.Event) -> dict[int, Any]:

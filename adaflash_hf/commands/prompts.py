@@ -58,7 +58,10 @@ def prompts(
     check_prompts_can_be_added(out)
     console = Console()
     target_model, tokenizer = load_target(
-        target, dtype.value, device=device, on_progress=lambda text: console.print(f"{text} ...", highlight=False)
+        target,
+        dtype.value,
+        device=device,
+        on_progress=lambda text: console.print(f"{text} ...", highlight=False, markup=False),
     )
     settle_prepacking(target_model, prepack)
     report = _synthesize(target_model, tokenizer, out, settings, console)

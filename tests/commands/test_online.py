@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 from published_drafters import adapted_drafter, publish
@@ -14,6 +16,7 @@ from tiny_online_run import save_models
 
 from adaflash_hf.cli import main
 from adaflash_hf.commands import online
+from adaflash_hf.online import supervisor
 from adaflash_hf.online.publisher import Publisher
 from adaflash_hf.online.replay_buffer import ReplayBuffer
 
@@ -111,6 +114,13 @@ def test_status(published, tmp_path, capsys):
     assert "adaflash_online_published_version 3.0" in capsys.readouterr().out
     assert main(["online", "status", "--publish-dir", str(tmp_path / "none")]) == 2
     assert "is not there" in capsys.readouterr().err
+
+
+def test_brackets_in_paths_are_shown(monkeypatch, capsys):
+    ended = SimpleNamespace(stopping=threading.Event(), status_path="runs/a[b]/status.json", run=lambda show: None)
+    monkeypatch.setattr(supervisor, "Supervisor", lambda *given: ended)
+    online._run(None, None, None, "")
+    assert "Status: runs/a[b]/status.json" in capsys.readouterr().out
 
 
 @pytest.mark.slow

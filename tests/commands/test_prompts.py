@@ -14,7 +14,8 @@ from adaflash_hf.training.prompts import read_prompt_file
 
 @pytest.fixture(autouse=True)
 def tiny_targets(monkeypatch):
-    def load_target(*args, **kwargs):
+    def load_target(name, *args, on_progress, **kwargs):
+        on_progress(f"Loading {name}")
         target = tiny_target("llama", vocab_size=len(SPECIAL_TOKENS) + 256)
         target.generation_config.eos_token_id = list(range(4, 260, 24))
         return LoadedTarget(target, byte_tokenizer())
@@ -40,6 +41,11 @@ def test_it_fills_a_file_by_domain(tmp_path, capsys):
     assert all(text.startswith(("def f", "class A")) for text in code)
     assert run(out, "--count", 3) == 0
     assert "0 turns sampled" in capsys.readouterr().out
+
+
+def test_brackets_in_paths_are_shown(tmp_path, capsys):
+    assert run(tmp_path / "prompts.jsonl", "--count", 1, "--target", "models/a[b]") == 0
+    assert "Loading models/a[b] ..." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
