@@ -18,6 +18,7 @@ from rich.progress import track
 
 from adaflash_hf import AdaFlashEngine, RequestHandle
 from adaflash_hf.commands.loading import LoadedModels, load_models
+from adaflash_hf.errors import AdaFlashError
 from adaflash_hf.evaluation.lossless import LosslessTally, generate_batch
 from adaflash_hf.training.prompts import encode_prompts, read_prompt_file
 
@@ -68,10 +69,12 @@ def main() -> int:
     parser.add_argument("--length-policy", default=["fixed"], nargs="+", help="'none' is the engine without a drafter")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.limit < 1:
+        parser.error(f"--limit is {args.limit}; it must be at least 1")
 
     console = Console()
-    models = load_models(args.target, args.drafter, args.dtype, None, True, console)
     files = [read_prompt_file(path)[: args.limit] for path in args.prompts]
+    models = load_models(args.target, args.drafter, args.dtype, None, True, console)
     prompts = [ids for file in files for ids in encode_prompts(models.tokenizer, file)]
     random.Random(args.seed).shuffle(prompts)
     plain = plain_responses(models, prompts, args, console)
@@ -103,4 +106,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except AdaFlashError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import track
 
 from adaflash_hf.commands.loading import load_models
+from adaflash_hf.errors import AdaFlashError
 from adaflash_hf.evaluation.lossless import LosslessTally, generate_batch
 from adaflash_hf.training.prompts import encode_prompts, read_prompt_file
 
@@ -30,11 +31,14 @@ def main() -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--length-policy", default="fixed", choices=["fixed", "length_head"])
     args = parser.parse_args()
+    if args.limit < 1:
+        parser.error(f"--limit is {args.limit}; it must be at least 1")
 
     console = Console()
+    files = [read_prompt_file(path)[: args.limit] for path in args.prompts]
     models = load_models(args.target, args.drafter, args.dtype, None, True, console)
     target, tokenizer = models.target_model, models.tokenizer
-    prompts = [ids for path in args.prompts for ids in encode_prompts(tokenizer, read_prompt_file(path)[: args.limit])]
+    prompts = [ids for file in files for ids in encode_prompts(tokenizer, file)]
     drafting = {"assistant_model": models.drafter, "length_policy": args.length_policy}
     failures = 0
     for batch_size in args.batch_size:
@@ -58,4 +62,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except AdaFlashError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

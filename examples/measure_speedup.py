@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from rich.console import Console
 
 from adaflash_hf.commands.evaluate_speed import run_speed
 from adaflash_hf.commands.loading import load_models
+from adaflash_hf.errors import AdaFlashError
+from adaflash_hf.output_places import check_writable, writing_to
 from adaflash_hf.training.prompts import read_prompt_file
 
 
@@ -38,8 +41,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-prepack", action="store_true", help="leave linear layers as they are")
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
     args = parser.parse_args(argv)
+    if args.limit < 1:
+        parser.error(f"--limit is {args.limit}; it must be at least 1")
 
     console = Console(stderr=True)
+    if args.out:
+        check_writable(args.out.parent)
     prompts = read_prompt_file(args.prompts)[: args.limit]
     models = load_models(args.target, args.drafter, args.dtype, None, not args.no_prepack, console)
     result = run_speed(
@@ -51,9 +58,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         console=console,
     )
     if args.out:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+        with writing_to(args.out):
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(result, indent=2) + "\n")
     Console().print_json(data={name: value for name, value in result.items() if name != "per_prompt"})
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except AdaFlashError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from stand_ins import SPECIAL_TOKENS, byte_tokenizer
 from tiny_models import tiny_target
 
 from adaflash_hf import DFlashDrafterModel, embedded_target
+from adaflash_hf.commands import loading
 from adaflash_hf.commands.loading import LoadedModels
 from adaflash_hf.embedded_target import LoadedTarget
 
@@ -100,6 +103,22 @@ def test_adapting_with_lora_and_then_a_head(
     made = ["--trajectories", str(tmp_path / "lora" / "trajectories"), "--count", "8"]
     assert head.main(["--out", str(tmp_path / "head"), *made, *budgets]) == 0
     assert "use it with length_policy='length_head'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["measure_speedup", "check_lossless", "check_engine_lossless"])
+def test_mistakes_are_told_in_a_line_before_models_are_loaded(
+    name: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loading, "load_models", None)
+    mistakes = [(["--prompts", "gone.jsonl"], "gone.jsonl"), (["--prompts", str(prompts), "--limit", "-1"], "--limit")]
+    if name == "measure_speedup":
+        mistakes.append((["--prompts", str(prompts), "--out", str(prompts / "out.json")], "writing failed"))
+    for arguments, message in mistakes:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_comparing_loops(prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
