@@ -13,6 +13,7 @@ import pytest
 
 import adaflash_hf
 import adaflash_hf.generation
+import adaflash_hf.training
 
 
 HEAVY = {"torch", "transformers", "accelerate", "peft", "rich", "datasets", "safetensors", "huggingface_hub"}
@@ -78,7 +79,12 @@ def test_help_imports_neither_torch_nor_transformers() -> None:
     assert not imported & (HEAVY - {"rich"})  # typer formats with rich
 
 
-@pytest.mark.parametrize("package", [adaflash_hf, adaflash_hf.generation])
+def test_reading_prompts_does_not_import_the_trainer() -> None:
+    code = "import sys, adaflash_hf.training.prompts; sys.exit('transformers.trainer' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("package", [adaflash_hf, adaflash_hf.generation, adaflash_hf.training])
 def test_type_checkers_and_python_see_the_same_names(package: Any) -> None:
     tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))
     [block] = [node for node in tree.body if isinstance(node, ast.If)]

@@ -1,23 +1,48 @@
-"""Training of drafters and length heads: trajectories, objectives, and a trainer on transformers' `Trainer`.
+"""Training of drafters and length heads: trajectories, objectives, and a trainer on transformers' `Trainer`."""
 
-Importing this package imports `Trainer`, which takes seconds; `import adaflash_hf` does not.
-"""
+from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from ..lazy_imports import lazy_names
+
+# At once: importing the module later would put it in the place of the function of the same name.
 from .draft_loss import draft_loss
-from .draft_step import DraftStep
-from .drafter_trainer import DrafterTrainer, last_complete_checkpoint
-from .initialization import (
-    attach_length_head,
-    choose_mask_token_id,
-    drafter_config_for_target,
-    initialize_from_target,
-    new_confidence_head,
-)
-from .objectives import DraftObjective
-from .training_arguments import DrafterTrainingArguments
-from .trajectories import TrajectorySettings, generate_trajectories
-from .trajectory_dataset import TrajectoryDataset, cache_target_features, split_by_prompt
 
+
+if TYPE_CHECKING:
+    from .draft_step import DraftStep
+    from .drafter_trainer import DrafterTrainer, last_complete_checkpoint
+    from .initialization import (
+        attach_length_head,
+        choose_mask_token_id,
+        drafter_config_for_target,
+        initialize_from_target,
+        new_confidence_head,
+    )
+    from .objectives import DraftObjective
+    from .training_arguments import DrafterTrainingArguments
+    from .trajectories import TrajectorySettings, generate_trajectories
+    from .trajectory_dataset import TrajectoryDataset, cache_target_features, split_by_prompt
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "draft_step": ["DraftStep"],
+            "drafter_trainer": ["DrafterTrainer", "last_complete_checkpoint"],
+            "initialization": [
+                "attach_length_head",
+                "choose_mask_token_id",
+                "drafter_config_for_target",
+                "initialize_from_target",
+                "new_confidence_head",
+            ],
+            "objectives": ["DraftObjective"],
+            "training_arguments": ["DrafterTrainingArguments"],
+            "trajectories": ["TrajectorySettings", "generate_trajectories"],
+            "trajectory_dataset": ["TrajectoryDataset", "cache_target_features", "split_by_prompt"],
+        },
+    )
 
 __all__ = [
     "DraftObjective",
