@@ -238,4 +238,5 @@ def test_bfloat16_differs_only_at_near_ties() -> None:
             best, second = logits.topk(2).values.tolist()
             # One unit in the last place of bfloat16 is 2^-8 of the value; a row's sums differ by a few of them.
             assert best - second <= abs(best) * 2**-5, (seed, first, best, second)
-        assert drafter.last_generation_stats.acceptance_length > 1.5
+        else:  # from where they part on, the oracle's answers are those of the other text
+            assert drafter.last_generation_stats.acceptance_length > 1.5
