@@ -33,7 +33,8 @@ def demo(
         float,
         typer.Option("--time-budget", min=1.0, help="Seconds for all responses; a slow machine makes them shorter."),
     ] = 110.0,
-    dtype: DtypeOption = Dtype.AUTO,
+    # Where two logits are level in sixteen bits either may win, and a demonstration is to show the same tokens.
+    dtype: DtypeOption = Dtype.FLOAT32,
     device: DeviceOption = None,
     length_policy: LengthPolicyOption = None,
     draft_proposal: DraftProposalOption = None,
