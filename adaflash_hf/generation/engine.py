@@ -341,13 +341,12 @@ class AdaFlashEngine:
     def _wait(self, handle: RequestHandle, is_ready: Callable[[], bool], timeout: float | None) -> None:
         """Waits until `is_ready`, running rounds if nobody else does."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        if self.is_running and self._stepping != threading.get_ident():
-            release_openmp_workers()
         while not is_ready():
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 raise TimeoutError(f"Request {handle.request_id} is not ready after {timeout} seconds.")
             if self.is_running and self._stepping != threading.get_ident():
+                release_openmp_workers()
                 with handle.changed:
                     handle.changed.wait_for(is_ready, min(left or 0.5, 0.5))  # the thread may be stopped meanwhile
             elif not self.step() and not is_ready() and not self.is_running:
