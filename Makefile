@@ -16,7 +16,7 @@ SGLANG_PACKAGE := sglang==0.5.23
 # Two test processes share the machine, and oversubscribed torch threads are ten times slower than one each.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: demo test lint format typecheck pytest test-vllm test-sglang docs clean help
+.PHONY: demo test lint format typecheck pytest test-vllm test-sglang docs cards clean help
 
 help:
 	@echo "make demo       plain and AdaFlash decoding side by side on a real model (no network once installed)"
@@ -27,6 +27,7 @@ help:
 	@echo "make typecheck  mypy on the package"
 	@echo "make format     let ruff rewrite the files"
 	@echo "make docs       build the documentation into site/; broken links fail"
+	@echo "make cards      write the card of the shipped drafter from results/ and model_cards/"
 	@echo "make clean      remove .venv and caches"
 
 demo: $(VENV)/.installed-demo
@@ -54,6 +55,13 @@ test-vllm: $(VENV)/.installed-dev $(VLLM_VENV)/.installed
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Tables stand in the order of the files. A test runs the same command and compares.
+cards: $(VENV)/.installed-dev
+	HF_HUB_OFFLINE=1 $(BIN)/adaflash card checkpoints/adaflash-drafter-smollm2-135m \
+		--repo-id checkpoints/adaflash-drafter-smollm2-135m --notes model_cards/adaflash-drafter-smollm2-135m.md \
+		--bench results/speed/results.json --bench results/float32/speed/results.json \
+		--bench results/methods/results.json --bench results/domains/results.json
 
 test-sglang: $(VENV)/.installed-dev $(SGLANG_VENV)/.installed
 	$(TEST_ENV) ADAFLASH_SGLANG_PYTHON=$(abspath $(SGLANG_VENV))/bin/python $(BIN)/python -m pytest -s $(PYTEST_ARGS) \

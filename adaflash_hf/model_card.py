@@ -6,6 +6,7 @@ Nothing in a card is typed by hand that was measured or recorded, so a card can 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .atomic_files import written_aside
 from .configuration_dflash_drafter import DFlashDrafterConfig
 from .embedded_target import EMBEDDED_TARGET_NAME
+from .error_text import first_line
 from .errors import InvalidInputError
 from .output_places import writing_to
 
@@ -36,6 +38,8 @@ _EMBEDDED_TARGET = ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
 _TAU = "eval_acceptance_length"
 _POSITION = "eval_acceptance_position_"
 _CURVE_POINTS = 8
+# Headings of the card under which notes may say something.
+_TRAINING, _LIMITS = "Training", "Intended use and limits"
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,10 @@ class CardOptions:
         license: Identifier of a licence; by default the target's, from the local cache or, given `repo_id`, the Hub.
         speed_tables: Titles and Markdown of further measurements, in order.
         results: Further entries of the model index.
-        bench: Result files of `adaflash bench`.
+        bench: Result files of `adaflash bench` and `adaflash evaluate`, in the order of their tables.
         records: Directory of `run.json` and `metrics.json`; by default the drafter's.
+        notes: Markdown file with what nobody can measure, under the headings `## Training` and `## Intended use and
+            limits`, or one of them; what stands before the first is left out.
     """
 
     repo_id: str | None = None
@@ -60,6 +66,7 @@ class CardOptions:
     results: Sequence[EvalResult] = ()
     bench: Sequence[str | Path] = ()
     records: str | Path | None = None
+    notes: str | Path | None = None
 
 
 def write_drafter_card(directory: str | Path, options: CardOptions | None = None) -> Path:
@@ -108,7 +115,7 @@ def build_drafter_card(directory: str | Path, options: CardOptions | None = None
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    from .card_measurements import read_bench_file
+    from .card_measurements import read_result_file
 
     options = options or CardOptions()
     directory = Path(directory)
@@ -116,11 +123,13 @@ def build_drafter_card(directory: str | Path, options: CardOptions | None = None
     records = Path(options.records or directory)
     record = _read_json(records / "run.json") or {}
     metrics = _read_json(records / "metrics.json") or {}
-    benches = [read_bench_file(path, config) for path in options.bench]
     settings = record.get("settings", {})
     base_model = options.base_model or _hub_id(config.target_model_name_or_path or settings.get("target", ""))
     tau = tau_by_domain(metrics)
-    name = (options.repo_id or directory.resolve().name).rpartition("/")[2]
+    repo_id = options.repo_id or directory.resolve().name
+    name = repo_id.rpartition("/")[2]
+    measured = [read_result_file(path, config, repo_id) for path in options.bench]
+    notes = _read_notes(options.notes) if options.notes is not None else {}
     data = ModelCardData(
         model_name=name,
         base_model=base_model or None,
@@ -131,7 +140,7 @@ def build_drafter_card(directory: str | Path, options: CardOptions | None = None
         tags=list(_TAGS),
         eval_results=[
             *_eval_results(tau, record),
-            *(result for bench in benches for result in bench.results()),
+            *(result for file in measured for result in file.results()),
             *options.results,
         ]
         or None,
@@ -143,10 +152,12 @@ def build_drafter_card(directory: str | Path, options: CardOptions | None = None
         title=f"AdaFlash drafter for {base_model.rpartition('/')[2] or 'an unnamed target'}",
         base_model=base_model or "the target",
         base_model_link=f"[{base_model}](https://huggingface.co/{base_model})" if base_model else "an unnamed target",
-        repo_id=options.repo_id or name,
+        repo_id=repo_id,
         mark=_MARK,
-        speed_tables=[*(table for bench in benches for table in bench.tables()), *options.speed_tables],
-        servers=_servers(config, base_model or "path/to/target", options.repo_id or name),
+        speed_tables=[*(file.table for file in measured), *options.speed_tables],
+        servers=_servers(config, base_model or "path/to/target", repo_id),
+        training_notes=notes.get(_TRAINING, ""),
+        limits_notes=notes.get(_LIMITS, ""),
         **_shape(config, directory),
         **_results(tau, metrics, record),
         stages=[_stage(stage, number) for number, stage in enumerate(_stages(record), start=1)],
@@ -185,6 +196,22 @@ def _read_json(path: Path) -> Any:
         return None
 
 
+def _read_notes(path: str | Path) -> dict[str, str]:
+    """Text by heading."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"`notes` is {str(path)!r}, which cannot be read ({first_line(error)}).") from error
+    _, *parts = re.split(r"^## +(.*?) *$", text, flags=re.MULTILINE)
+    notes = {heading: body.strip() for heading, body in zip(parts[::2], parts[1::2], strict=True)}
+    if not notes or not notes.keys() <= {_TRAINING, _LIMITS}:
+        raise InvalidInputError(
+            f"`notes` is {str(path)!r}, with the headings {', '.join(map(repr, notes)) or 'none'}; write under "
+            f"'## {_TRAINING}' and '## {_LIMITS}', or one of them."
+        )
+    return notes
+
+
 def _hub_id(target: str) -> str:
     """The name under which the Hub knows a target; empty if only this machine does."""
     if target == EMBEDDED_TARGET_NAME:
@@ -217,6 +244,8 @@ def _shape(config: DFlashDrafterConfig, directory: Path) -> dict[str, Any]:
         "num_parameters": _num_parameters(config),
         "block_size": config.block_size,
         "block_contents": f"the anchor and {config.block_size - 1} more rows, {config.draft_length} drafts",
+        "num_draft_tokens": config.draft_vocab_size and f"{config.draft_vocab_size:,}",
+        "has_sources": any(directory.glob("modeling_*.py")),
         "layers_read": f"layers {', '.join(others)} and {last}" if others else f"layer {last}",
     }
 

@@ -154,6 +154,19 @@ def test_a_drafter_without_records_gets_a_short_card(directory, tmp_path):
         build_drafter_card(tmp_path / "nothing")
 
 
+def test_only_what_lies_there_is_offered(directory):
+    assert "trust_remote_code=True" in build_drafter_card(directory).content
+    for path in directory.glob("*.py"):
+        path.unlink()
+    assert "trust_remote_code" not in build_drafter_card(directory).content
+
+
+def test_a_draft_vocabulary_is_told(tmp_path):
+    tiny_drafter(target_model_name_or_path="org/target-8b", draft_vocab_size=32).save_pretrained(tmp_path / "drafter")
+    text = build_drafter_card(tmp_path / "drafter").content
+    assert "own text.\nIt only proposes 32 of the target's tokens; the others are generated as ever.\n\n## Use" in text
+
+
 def test_the_embedded_target_has_its_name_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.undo()
     tiny_drafter(target_model_name_or_path="smollm2-135m").save_pretrained(tmp_path / "drafter")

@@ -1,6 +1,9 @@
 """The drafter in `checkpoints/` on its real target: a sound file, the target's own tokens, useful drafts."""
 
 import json
+import re
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,11 +11,13 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModel
 
+from adaflash_hf.cli import main
 from adaflash_hf.embedded_target import load_target
 from adaflash_hf.evaluation.prompts import encode_prompt, load_demo_prompts
 
 
-CHECKPOINT = Path(__file__).resolve().parents[1] / "checkpoints" / "adaflash-drafter-smollm2-135m"
+ROOT = Path(__file__).resolve().parents[1]
+CHECKPOINT = ROOT / "checkpoints" / "adaflash-drafter-smollm2-135m"
 NEW_TOKENS = 40
 
 
@@ -36,6 +41,19 @@ def test_config_says_what_it_was_trained_for():
     assert config["target_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert config["num_target_layers"] == 30
     assert config["length_head_config"] is not None
+
+
+def test_the_card_is_what_make_cards_writes(tmp_path, monkeypatch, capsys):
+    """Of the results that are committed; after new ones or other notes, run `make cards`."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", "")
+    [line] = re.findall(r"adaflash (card .*)", makefile)
+    command = shlex.split(line)
+    place = tmp_path / CHECKPOINT.name
+    shutil.copytree(CHECKPOINT, place, ignore=shutil.ignore_patterns("*.safetensors"))
+    monkeypatch.chdir(ROOT)
+    assert command[1] == str(CHECKPOINT.relative_to(ROOT))
+    assert main([command[0], str(place), *command[2:]]) == 0, capsys.readouterr().err
+    assert (place / "README.md").read_bytes() == (CHECKPOINT / "README.md").read_bytes()
 
 
 @pytest.mark.slow

@@ -18,11 +18,20 @@ def card(
     bench: Annotated[
         list[Path] | None,
         typer.Option(
-            "--bench", help="Results of `adaflash bench` (.json), as often as wanted; default: those beside it."
+            "--bench",
+            help="Results of `adaflash bench` or `adaflash evaluate` (.json), as often as wanted; default: "
+            "*bench*.json beside the weights.",
         ),
     ] = None,
     records: Annotated[
         Path | None, typer.Option("--records", help="Directory of run.json and metrics.json, if they are elsewhere.")
+    ] = None,
+    notes: Annotated[
+        Path | None,
+        typer.Option(
+            "--notes",
+            help="Markdown with what nobody can measure, under '## Training' and '## Intended use and limits'.",
+        ),
     ] = None,
     repo_id: Annotated[
         str | None, typer.Option("--repo-id", help="Where the drafter is or will be, org/name.")
@@ -59,6 +68,7 @@ def card(
         license=card_license,
         bench=bench if bench is not None else sorted(drafter.glob("*bench*.json")),
         records=records,
+        notes=notes,
     )
     check_writable(drafter, "drafter")
     if push and repo_id is not None:

@@ -88,21 +88,8 @@ def _cells(row: BenchRow) -> tuple[Any, ...]:
         _milliseconds(row.token_latency_p50_s, row.token_latency_p95_s),
         _milliseconds(row.first_token_p50_s, row.first_token_p95_s),
         None if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / _MEBIBYTE:.0f}",
-        _agreement(row),
+        row.agreement_text,
     )
-
-
-def _agreement(row: BenchRow) -> str | None:
-    if row.identical is None:
-        return None
-    if row.identical:
-        return "yes"
-    text = f"{row.identical_requests} of {row.requests}"
-    if row.near_tie_requests:
-        text += f", {row.near_tie_requests} near-ties"
-    if row.different_requests:
-        text += f", {row.different_requests} DIFFERENT"
-    return text
 
 
 def _number(value: float | None, digits: int) -> str | None:

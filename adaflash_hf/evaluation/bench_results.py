@@ -150,6 +150,20 @@ class BenchRow:
     acceptance_by_position: list[float] = field(default_factory=list)
     verify_lengths: dict[int, int] = field(default_factory=dict)
 
+    @property
+    def agreement_text(self) -> str | None:
+        """How many requests got the tokens of `plain`, in a few words; None if that is not known."""
+        if self.identical is None:
+            return None
+        if self.identical:
+            return "yes"
+        text = f"{self.identical_requests} of {self.requests}"
+        if self.near_tie_requests:
+            text += f", {self.near_tie_requests} near-ties"
+        if self.different_requests:
+            text += f", {self.different_requests} DIFFERENT"
+        return text
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)

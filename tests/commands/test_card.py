@@ -35,7 +35,7 @@ def test_a_card_from_measured_files(directory, capsys):
     assert card.data.license == "apache-2.0"
     assert [result.metric_value for result in card.data.eval_results] == [2.25, 2.5, 2.5]
     for expected in (
-        "## Speed on gsm8k, Some CPU",
+        "## Speed and tau on gsm8k, Some CPU",
         "| adaflash | 8 | 25.0 | 2.50x |",
         "adaflash export org/drafter drafter-sglang --to sglang --target org/target-8b",
         "sglang serve --model-path org/target-8b --speculative-algorithm DFLASH",
@@ -70,6 +70,32 @@ def test_a_full_disk_leaves_the_card_before(directory, capsys):
         assert main(["card", str(directory), "--repo-id", "org/drafter"]) == 2
     assert "Make room" in capsys.readouterr().err
     assert (directory / "README.md").read_text() == before and not list(directory.glob("*.partial"))
+
+
+def test_notes_stand_where_they_belong(directory, tmp_path, capsys):
+    notes = tmp_path / "notes.md"
+    notes.write_text("# For us\n\n## Training\n\nOn a train.\n\n## Intended use and limits\n\n- Trains only.\n")
+    assert main(["card", str(directory), "--notes", str(notes)]) == 0
+    text = (directory / "README.md").read_text()
+    assert "\n\n## Training\n\nOn a train.\n\n## Intended use and limits\n\nFor org/target-8b" in text
+    assert "slower, not different.\n\n- Trains only.\n\n## References" in text
+    assert "For us" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("On a train.\n", "with the headings none; write under '## Training'"),
+        ("## Training\n\n## Licence\n", "with the headings 'Training', 'Licence'"),
+        (None, "cannot be read"),
+    ],
+)
+def test_notes_that_would_get_lost_are_refused(text, message, directory, tmp_path, capsys):
+    if text is not None:
+        (tmp_path / "notes.md").write_text(text)
+    assert main(["card", str(directory), "--notes", str(tmp_path / "notes.md")]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (directory / "README.md").exists()
 
 
 @pytest.mark.parametrize(
