@@ -130,7 +130,7 @@ def objectives(
     if Compare.HEADS in wanted and head_drafter is None:
         raise InvalidInputError("`--compare heads` needs a trained drafter; pass it with --head-drafter.")
     check_writable(out)
-    console = Console()
+    console = Console(markup=False)  # names and places may have brackets
     target_model, tokenizer = load_target(target, dtype.value, device=device, on_progress=console.print)
     sizes = {"num_hidden_layers": layers, "block_size": block_size}
     new_drafter = _starts(init, {name: size for name, size in sizes.items() if size}, target_model, tokenizer)
@@ -192,7 +192,7 @@ def length_head(
     drafter = find_drafter(target, drafter)
     named_heads, named_confidences = _named(head, "--head"), _named(confidence_head, "--confidence-head")
     check_writable(out)
-    console = Console()
+    console = Console(markup=False)  # names and places may have brackets
     target_model, _ = load_target(target, dtype.value, device=device, on_progress=console.print)
     model = load_drafter(drafter, target_model)
     place = {"dtype": target_model.dtype}
@@ -233,7 +233,7 @@ def length_head(
 
 def _show(console: Any, sections: list[str]) -> None:
     """As it is in the file: its tables are too wide to be drawn in most terminals."""
-    console.print("\n\n".join(sections), highlight=False, markup=False, soft_wrap=True)
+    console.print("\n\n".join(sections), highlight=False, soft_wrap=True)
 
 
 def _name_files(console: Any, out: Path) -> None:

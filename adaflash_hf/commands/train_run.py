@@ -88,7 +88,7 @@ class TrainingRun:
 
         # With several processes, started by torchrun or accelerate, one of them speaks and writes.
         self.is_main = os.environ.get("RANK", "0") == "0"
-        self.console = Console(quiet=not self.is_main)
+        self.console = Console(quiet=not self.is_main, markup=False)  # names and places may have brackets
         self._check_before_work()
         target_model, tokenizer = load_target(self.target, self.dtype, device=self.device, on_progress=self._say)
         set_seed(self.seed)  # a new drafter's weights must be the same after a restart
@@ -115,7 +115,7 @@ class TrainingRun:
         check_room(self.out, needed - sum(file.stat().st_size for file in files))
 
     def _say(self, text: str) -> None:
-        self.console.print(f"{text} ...", highlight=False, markup=False)
+        self.console.print(f"{text} ...", highlight=False)
 
     def _check_before_work(self) -> None:
         """What can fail for reasons outside of training, before the hours that it takes."""

@@ -134,7 +134,7 @@ def trajectories(
     )
     check_writable(out)
     sources = _Sources(prompts or [], dataset or [], split, subset, column or [], domain or [])
-    console = Console()
+    console = Console(markup=False)  # names and places may have brackets
     chosen = interleave(sources.read(limit, seed, console))
     target_model, tokenizer = load_target(
         target, dtype.value, device=device, on_progress=lambda text: console.print(f"{text} ...", highlight=False)
@@ -202,7 +202,7 @@ class _Sources:
         # Some are left out later because they are too long.
         wanted = None if limit is None else 2 * limit
         for name, column, domain in zip(self.datasets, columns, domains[len(self.files) :], strict=True):
-            console.print(f"Reading {name} ...", highlight=False, markup=False)
+            console.print(f"Reading {name} ...", highlight=False)
             source = PromptDataset(name, self.split, self.subset, column, domain)
             found = read_prompt_dataset(source, wanted, seed)
             if found.skipped:

@@ -44,7 +44,8 @@ def run(*arguments):
 
 
 def test_objectives_go_on_where_they_were(directory, tmp_path, capsys):
-    common = ("objectives", "--trajectories", directory, "--out", tmp_path, "--from-scratch", "--layers", 1)
+    out = tmp_path / "out[b]"
+    common = ("objectives", "--trajectories", directory, "--out", out, "--from-scratch", "--layers", 1)
     common = (*common, "--block-size", 4, "--compare", "clip", "--steps", 2, "--anchors", 4, "--held-out", 3)
     assert run(*common, "--seed", 5) == 2
     assert "--features compute" in capsys.readouterr().err  # stored are those of other layers
@@ -54,10 +55,11 @@ def test_objectives_go_on_where_they_were(directory, tmp_path, capsys):
     assert run(*common, "--seed", 5, "--seed", 6) == 0
     shown = capsys.readouterr().out
     assert shown.count("(kept)") == 3 and "6 of 6" in shown and "each entry (paper)" in shown
-    results = json.loads((tmp_path / "results.json").read_text())
+    assert f"The results are in {out / 'results'}.md" in shown
+    results = json.loads((out / "results.json").read_text())
     assert results["seeds"] == [5, 6] and len(results["runs"]) == 6 and results["common"]["steps"] == 2
-    assert "its target's last layers (1 layers, block 4" in (tmp_path / "results.md").read_text()
-    assert json.loads((tmp_path / "run.json").read_text())["settings"]["learning_rate"] == 1e-3
+    assert "its target's last layers (1 layers, block 4" in (out / "results.md").read_text()
+    assert json.loads((out / "run.json").read_text())["settings"]["learning_rate"] == 1e-3
     assert run(*common[:-2], "--held-out", 4) == 2
     assert "held_out_trajectories" in capsys.readouterr().err
 

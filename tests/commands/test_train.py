@@ -39,9 +39,10 @@ def run(directory, out, *extra):
 
 
 def test_from_scratch_then_on_then_the_head_alone(directory, tmp_path, capsys):
-    first, second, third = tmp_path / "first", tmp_path / "second", tmp_path / "third"
+    first, second, third = tmp_path / "first[b]", tmp_path / "second", tmp_path / "third"
     assert run(directory, first) == 0
     shown = capsys.readouterr().out
+    assert f"The drafter is in {first}." in " ".join(shown.split())
     for expected in ("Settings", "half hard, half soft", "trained parameters, 30 steps", "held out: tau", "Held-out"):
         assert expected in shown
     assert "target features: stored" in shown

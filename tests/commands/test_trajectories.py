@@ -50,6 +50,13 @@ def test_it_stores_responses_and_shows_lengths(tmp_path, prompt_files, capsys):
     assert "11 trajectories were there from an earlier run" in capsys.readouterr().out
 
 
+def test_brackets_in_names_are_shown(tmp_path, prompt_files, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run("out[b]", prompt_files[:1], "--domain", "[maths]", "--limit", 2) == 0
+    shown = capsys.readouterr().out
+    assert "Lengths in tokens (out[b])" in shown and "[maths]" in shown
+
+
 def test_limit_domain_and_sampling(tmp_path, prompt_files):
     assert run(tmp_path / "out", prompt_files, "--limit", 6, "--domain", "all", "--temperature", 0.7, "--seed", 5) == 0
     settings = read_settings(tmp_path / "out")
