@@ -231,8 +231,10 @@ class DFlashDrafterConfig(PreTrainedConfig):
         except AdaFlashError:
             raise
         except (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise InvalidInputError(f"The drafter's config.json cannot be used: {reason} Correct it there.") from error
+            # Where a field's validator speaks, what its check raised says the same in one line.
+            cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
+            reason = f"{' '.join(str(cause).split()).rstrip(' .')}. Correct it there."
+            raise InvalidInputError(f"The drafter's config.json cannot be used: {reason}") from error
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What `config.json` holds; of the length head, too, only what differs from transformers' defaults."""

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 from filelock import FileLock
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -182,7 +183,7 @@ def _load_named(name_or_path: str, dtype: torch.dtype, report: ProgressCallback)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name_or_path)
         model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         reason = first_line(error)
         raise InvalidInputError(
             f"`target` is {name_or_path!r} and cannot be loaded ({reason}). Pass a Hub id, the directory of a causal "

@@ -187,7 +187,7 @@ def with_fields(**fields: Any) -> Callable[[Path], None]:
         (git_lfs_pointer, "cannot be read .*git lfs pull"),
         (shard_missing, "model-00001-of-00002.safetensors cannot be read"),
         (damaged_index, "index.json does not list the weight files"),
-        (with_fields(hidden_size="32"), "config.json cannot be used: .*'hidden_size' expected int"),
+        (with_fields(hidden_size="32"), "config.json cannot be used: Field 'hidden_size' expected int"),
         (with_fields(hidden_act="unheard-of"), "no model that can be built .*unheard-of.*Correct `hidden_act`"),
         (with_fields(rope_parameters={"rope_type": "x", "rope_theta": 1e4}), "no model that can be built .*'x'"),
     ],

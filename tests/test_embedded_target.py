@@ -136,6 +136,13 @@ def test_what_is_no_model_is_told_in_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_a_config_that_makes_no_model_is_told_in_one_line(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')
+    with pytest.raises(InvalidInputError, match=r"cannot be loaded \(Field 'hidden_size' expected int, got str"):
+        load_target(tmp_path, device="cpu")
+
+
 def test_conversion_happens_once(conversions, cache):
     steps: list[str] = []
     first = load_target(dtype="float32", device="cpu", on_progress=steps.append)

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 
 import adaflash_hf
 from adaflash_hf.error_text import first_line, install_hint
@@ -14,6 +15,10 @@ from adaflash_hf.error_text import first_line, install_hint
         (ValueError("no such file."), "no such file"),
         (OSError("\n one \n\n two"), "one"),
         (KeyError("name"), "'name'"),
+        (ValueError("Value error, it must be positive."), "it must be positive"),
+        (StrictDataclassFieldValidationError("size", TypeError("'size' is 'a'.")), "'size' is 'a'"),
+        (StrictDataclassClassValidationError("sizes", ValueError("63 is odd.\nMore.")), "63 is odd"),
+        (ValueError("Validation error for field 'size':"), "Validation error for field 'size':"),
         (RuntimeError(), "RuntimeError"),
         (RuntimeError("  \n"), "RuntimeError"),
     ],

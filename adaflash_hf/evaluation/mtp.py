@@ -20,11 +20,12 @@ def check_mtp_heads(target: str) -> None:
     """
     if target == EMBEDDED_TARGET_NAME:
         raise _without_heads(target)
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(target)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise InvalidInputError(
             f"`--target` is {target!r} and its configuration cannot be read ({first_line(error)}). Pass a Hub id or a "
             "directory with a config.json."

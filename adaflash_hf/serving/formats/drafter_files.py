@@ -96,9 +96,9 @@ def interpret(
     except DrafterCheckpointError:
         raise
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
-        # transformers' own configuration classes raise these for values of a wrong type, in several lines.
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DrafterCheckpointError(f"{checkpoint.source}: config.json makes no drafter: {reason}") from error
+        # transformers' own configuration classes raise these for values of a wrong type.
+        reason = first_line(error)
+        raise DrafterCheckpointError(f"{checkpoint.source}: config.json makes no drafter: {reason}.") from error
     if getattr(config, "quantization_config", None) is not None:
         raise DrafterCheckpointError(
             f"{checkpoint.source} is quantised (`quantization_config`), and only full-precision weights can be "

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -53,7 +54,7 @@ class TargetFiles:
         """
         try:
             return AutoConfig.from_pretrained(self.path, **self._hub)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, StrictDataclassError) as error:
             reason = first_line(error)
             raise InvalidInputError(
                 f"`target` is {self.name!r} and its config.json cannot be read ({reason}). Pass the directory or Hub "

@@ -156,7 +156,7 @@ def test_values_that_are_not_finite_are_refused(value: str, bundle: DrafterBundl
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"hidden_size": "wide"}, "config.json makes no drafter: .*hidden_size"),
+        ({"hidden_size": "wide"}, "makes no drafter: .*cannot be used: Field 'hidden_size' expected int"),
         ({"num_attention_heads": 3}, "config.json makes no drafter: .*must be a multiple"),
         ({"block_size": 1}, "config.json makes no drafter: .*`block_size` is 1"),
         ({"quantization_config": {"quant_method": "fp8"}}, "is quantised"),

@@ -30,6 +30,9 @@ def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="config.json cannot be read") as error:
         _ = TargetFiles(str(tmp_path)).config
     assert "\n" not in str(error.value)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 63, "num_attention_heads": 4}')
+    with pytest.raises(InvalidInputError, match=r"config.json cannot be read \(The hidden size \(63\) is not"):
+        _ = TargetFiles(str(tmp_path)).config
     tiny_target().config.save_pretrained(tmp_path)
     with pytest.raises(InvalidInputError, match="has no safetensors weights"):
         TargetFiles(str(tmp_path)).lm_head()
