@@ -23,6 +23,7 @@ from rich.progress import track
 from torch import nn
 
 from adaflash_hf.commands.loading import LoadedModels, load_models
+from adaflash_hf.errors import AdaFlashError
 from adaflash_hf.training.prompts import encode_prompts, read_prompt_file
 
 
@@ -90,11 +91,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--drafter", default=None)
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     args = parser.parse_args(arguments)
+    if args.limit < 1:
+        parser.error(f"--limit is {args.limit}; it must be at least 1")
 
     torch.set_num_threads(1)
     console = Console(stderr=True)
+    chosen = read_prompt_file(args.prompts)[: args.limit]
     models = load_models(args.target, args.drafter, args.dtype, None, True, console)
-    prompts = encode_prompts(models.tokenizer, read_prompt_file(args.prompts)[: args.limit])
+    prompts = encode_prompts(models.tokenizer, chosen)
     loops: dict[str, dict[str, Any]] = {"adaflash": {}, "transformers": {"speculation_type": "dflash"}}
     found: dict[str, list[float]] = {name: [] for name in loops}
     for loop in loops.values():  # first calls pay for what is made once
@@ -108,4 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except AdaFlashError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

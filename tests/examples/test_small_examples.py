@@ -105,7 +105,9 @@ def test_adapting_with_lora_and_then_a_head(
     assert "use it with length_policy='length_head'" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["measure_speedup", "check_lossless", "check_engine_lossless"])
+@pytest.mark.parametrize(
+    "name", ["measure_speedup", "check_lossless", "check_engine_lossless", "compare_loop_overhead"]
+)
 def test_mistakes_are_told_in_a_line_before_models_are_loaded(
     name: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
