@@ -28,6 +28,7 @@ from .bench_options import (
     ViaOption,
     WarmUpTokensOption,
     WorkloadsOption,
+    settle_plots,
 )
 from .options import (
     DeviceOption,
@@ -102,8 +103,7 @@ def bench(
         draft_proposal=(draft_proposal or DraftProposal.ARGMAX).value,
     )
     asked = [load_workload(name, data_dir) for name in _names(workloads, ["blend"])]
-    if plots:
-        _check_matplotlib()
+    plots = settle_plots(plots)
     check_writable(out.parent)
     messages = Console(stderr=True)
     writer = _Writer(out)
@@ -154,13 +154,6 @@ def _check_methods(methods: Sequence[str]) -> None:
 
     for name in methods:
         split_method_name(name)
-
-
-def _check_matplotlib() -> None:
-    """Before minutes of measuring."""
-    from ..evaluation.bench_plots import plot_report
-
-    plot_report([], "")
 
 
 def _plot(report: BenchReport, out: Path) -> list[Path]:

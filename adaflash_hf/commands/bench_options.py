@@ -1,4 +1,4 @@
-"""Options of `adaflash bench`."""
+"""Options of `adaflash bench`, and what they come to."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ __all__ = [
     "ViaOption",
     "WarmUpTokensOption",
     "WorkloadsOption",
+    "settle_plots",
 ]
 
 
@@ -108,3 +109,24 @@ ModelOption = Annotated[str | None, typer.Option("--model", help="With --base-ur
 ApiKeyOption = Annotated[
     str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="With --base-url: bearer token.")
 ]
+
+
+def settle_plots(plots: bool) -> bool:
+    """
+    Whether pictures are drawn. Where matplotlib is missing, they are not, and that is told before hours of measuring.
+
+    Args:
+        plots (`bool`):
+            Value of `--plots`.
+    """
+    from ..errors import MissingDependencyError
+    from ..evaluation.pictures import matplotlib_figure
+
+    if not plots:
+        return False
+    try:
+        matplotlib_figure()
+    except MissingDependencyError as error:
+        typer.echo(f"Warning: there will be no pictures. {error}", err=True)
+        return False
+    return True

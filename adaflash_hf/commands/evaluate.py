@@ -17,7 +17,7 @@ from ..errors import InvalidInputError
 from ..evaluation.experiments import EXPERIMENTS, Experiment
 from .ablate import Compare, objectives
 from .bench import bench
-from .bench_options import PlotsOption
+from .bench_options import PlotsOption, settle_plots
 from .evaluate_shift import cross_domain, online
 from .evaluate_speed import speed
 from .help_pages import SectionedCommand
@@ -75,19 +75,16 @@ def _duration(minutes: int) -> str:
 
 def _evaluate(experiment: Experiment, given: dict[str, Any]) -> None:
     """Measure, then add what is this experiment's own."""
-    from ..evaluation.pictures import matplotlib_figure
     from ..output_places import check_writable
 
     directory = given.pop("out") / experiment.name
-    plots = given["plots"]
-    if plots:
-        matplotlib_figure()  # missing before hours of measuring, not after
+    given["plots"] = settle_plots(given["plots"])
     check_writable(directory)
     if experiment.sweep:
         _measure_sweep(experiment, given, directory)
     else:
         _KINDS[experiment.kind].measure(directory, **given)
-    files = _finish(experiment, directory, plots)
+    files = _finish(experiment, directory, given["plots"])
     typer.echo("\n".join(f"Wrote {file}" for file in files), err=True)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from full_disk import full_after
@@ -33,6 +34,15 @@ def test_a_full_disk_costs_no_measurement(tmp_path, capsys):
     assert [line.split()[2] for line in shown.out.splitlines() if "dflash" in line] == ["1", "2"]
     kept = json.loads((tmp_path / "bench.json").read_text())["results"]
     assert {row["concurrency"] for row in kept} == {1}
+
+
+def test_without_matplotlib_there_are_no_pictures(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert run(tmp_path / "bench", "--concurrency", 1, "--plots") == 0
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first.startswith("Warning: there will be no pictures.") and "'adaflash-hf[bench]'" in first
+    assert not any("pictures" in line for line in rest)
+    assert {path.name for path in tmp_path.iterdir()} == {"bench.json", "bench.md"}
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):

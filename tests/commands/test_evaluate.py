@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from published_drafters import adapted_drafter
@@ -94,6 +95,14 @@ def test_positions_and_the_spread_over_domains(drafter, tmp_path):
     taus = [row["acceptance_length"] for row in data["results"] if row["method"] == "dflash"]
     assert f"| dflash | {sum(taus) / 2:.3f} | {min(taus):.3f} | {max(taus):.3f} |" in page
     assert "| gsm8k |" in page and "6.55" in page
+
+
+def test_without_matplotlib_there_are_no_pictures(drafter, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    small = ("--requests", 1, "--max-new-tokens", 8, "--drafter", drafter, "--workload", "gsm8k")
+    assert run("positions", *small, "--out", tmp_path) == 0
+    assert capsys.readouterr().err.count("Warning: there will be no pictures.") == 1
+    assert {path.name for path in (tmp_path / "positions").iterdir()} == {"results.json", "results.md"}
 
 
 def test_one_setting_after_the_other(drafter, tmp_path):
