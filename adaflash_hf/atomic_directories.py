@@ -86,7 +86,8 @@ def remove_directory(path: Path) -> None:
 
 def remove_leftovers(parent: Path, names: str) -> None:
     """
-    Remove what killed processes were writing or removing. Nobody may be doing so now.
+    Remove what killed processes were writing or removing, and put back what had made room for something that did not
+    come. Nobody may be doing any of this now.
 
     Args:
         parent (`Path`):
@@ -94,7 +95,14 @@ def remove_leftovers(parent: Path, names: str) -> None:
         names (`str`):
             Pattern of their names.
     """
-    for suffix in ("partial", "removed"):
+    # The last one first: it is what readers saw before the kill. Earlier ones had been replaced.
+    displaced = sorted(parent.glob(f".{names}.replaced"), key=lambda path: path.stat().st_ctime_ns, reverse=True)
+    for path in displaced:
+        place = parent / path.name.removeprefix(".").rsplit(".", 2)[0]
+        if not place.exists():
+            os.rename(path, place)
+            sync_directory(parent)
+    for suffix in ("partial", "removed", "replaced"):
         for path in parent.glob(f".{names}.{suffix}"):
             shutil.rmtree(path, ignore_errors=True)
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 from pathlib import Path
 
 import pytest
+from tiny_trajectories import run_until_killed
 
 from adaflash_hf.atomic_directories import (
     directory_written_aside,
@@ -67,7 +69,7 @@ def test_the_old_directory_returns_if_the_new_one_cannot_take_its_name(tmp_path,
     assert names(out) == ["old"]
 
 
-def test_what_killed_processes_left_goes_but_nothing_that_was_to_come_back(tmp_path, monkeypatch):
+def test_what_killed_processes_left_goes(tmp_path, monkeypatch):
     for name in ("out-1", "out-2", "other-1"):
         (tmp_path / name).mkdir()
     with monkeypatch.context() as killed:
@@ -80,7 +82,29 @@ def test_what_killed_processes_left_goes_but_nothing_that_was_to_come_back(tmp_p
             pass  # leaves the one that was replaced
     assert len(names(tmp_path)) == 5
     remove_leftovers(tmp_path, "out-*")
-    assert [name.rpartition(".")[2] for name in names(tmp_path)] == ["removed", "replaced", "out-2"]
+    assert [name.rpartition(".")[2] for name in names(tmp_path)] == ["removed", "out-2"]
+
+
+def test_what_made_room_for_nothing_comes_back(tmp_path, monkeypatch):
+    out = tmp_path / "out-1.5"
+    with monkeypatch.context() as killed:
+        killed.setattr("shutil.rmtree", lambda *args, **kwargs: None)
+        for content in ("first", "second"):  # of which the first stays behind when it has been replaced
+            with directory_written_aside(out) as partial:
+                (partial / content).touch()
+    rename = os.rename
+
+    def killed_between_the_renames():
+        monkeypatch.setattr(
+            os, "rename", lambda a, b: os.kill(os.getpid(), signal.SIGKILL) if b == out else rename(a, b)
+        )
+        with directory_written_aside(out) as partial:
+            (partial / "third").touch()
+
+    run_until_killed(killed_between_the_renames)
+    assert not out.exists() and len(names(tmp_path)) == 3
+    remove_leftovers(tmp_path, "out-*")
+    assert names(tmp_path) == ["out-1.5"] and names(out) == ["second"]
 
 
 def test_others_may_read_it(tmp_path):
