@@ -151,3 +151,15 @@ def test_pushing(
         load_example("push_to_hub", monkeypatch).main(["org/mine", "--drafter", str(drafter)])
         assert b"AdaFlash drafter for" in hub.repositories["org/mine"]["README.md"]
     assert "the same drafter came back" in capsys.readouterr().out
+
+
+def test_chat_prompts_are_varied_whole_and_the_same_each_time(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        command = ["write_chat_prompts.py", "--out", str(tmp_path / name), "--count", "300"]
+        monkeypatch.setattr(sys, "argv", command)
+        runpy.run_path(str(EXAMPLES / command[0]), run_name="__main__")
+    text = (tmp_path / "a").read_text(encoding="utf-8")
+    prompts = [json.loads(line)["prompt"] for line in text.splitlines()]
+    assert text == (tmp_path / "b").read_text(encoding="utf-8")
+    assert len(set(prompts)) == 300
+    assert all("{}" not in prompt and "\n" not in prompt and "  " not in prompt for prompt in prompts)
