@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..cpu_arithmetic import multiplies_natively
 from ..errors import InvalidInputError
 from ..training.head_labels import LENGTH_LABELS
 from ..training.objectives import OBJECTIVES, DraftObjective
@@ -80,9 +81,9 @@ class OnlineTrainingArguments:
         > How
 
         precision (`str`, defaults to `"auto"`):
-            What matrices are multiplied in: `"float32"`, `"bfloat16"`, or `"auto"`, which takes the latter on CUDA.
-            Weights and optimizer are always float32.
-        logits_memory_bytes (`int`, defaults to 268435456):
+            What matrices are multiplied in: `"float32"`, `"bfloat16"`, or `"auto"`, which takes the latter on CUDA and
+            on processors that multiply it. Weights and optimizer are always float32.
+        logits_memory_bytes (`int`, *optional*):
             What the logits of one chunk of rows and their temporaries may occupy.
         seed (`int`, defaults to 0):
             Of anchors and order.
@@ -115,7 +116,7 @@ class OnlineTrainingArguments:
     eval_anchors_per_trajectory: int = 32
     tolerance: float = 0.0
     precision: str = "auto"
-    logits_memory_bytes: int = 256 * 2**20
+    logits_memory_bytes: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -175,7 +176,8 @@ class OnlineTrainingArguments:
 
     def autocast_dtype(self, device: torch.device) -> torch.dtype | None:
         """What matrices are multiplied in on a device; None for float32."""
-        wants_bfloat16 = self.precision == "bfloat16" or (self.precision == "auto" and device.type == "cuda")
+        is_fast = device.type == "cuda" or (device.type == "cpu" and multiplies_natively(torch.bfloat16))
+        wants_bfloat16 = self.precision == "bfloat16" or (self.precision == "auto" and is_fast)
         return torch.bfloat16 if wants_bfloat16 else None
 
     def to_dict(self) -> dict[str, Any]:

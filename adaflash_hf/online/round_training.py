@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import InvalidInputError
+from ..training.anchors import attending, choose_attention
 from ..training.collator import DrafterDataCollator
 from ..training.draft_step import DraftStep, check_trainable
 from ..training.lora import add_lora
@@ -119,7 +120,9 @@ class RoundTrainer:
         )
         # Judging needs no teacher, only what decoding would accept.
         self._judge = DraftStep(self.model, target, _CROSS_ENTROPY, logits_memory_bytes=arguments.logits_memory_bytes)
-        self._draft_length = drafter.config.draft_length
+        self._drafter_config, self._draft_length = drafter.config, drafter.config.draft_length
+        rows = arguments.anchors_per_trajectory * drafter.config.block_size
+        self._attention = choose_attention(drafter.config, self.device, rows)
 
     def reset_optimizer(self) -> None:
         """Forget all averages: the weights are no longer those they were taken of."""
@@ -165,7 +168,7 @@ class RoundTrainer:
             for epoch, members in group:
                 collator.epoch = round_id * arguments.epochs + epoch
                 batch = self._collate(collator, members, metrics.domains)
-                with self._autocast():
+                with self._computing():
                     outcome = self._step.run(self.model, batch)
                     loss = outcome.loss_of(self.arguments.trained_parts) / len(group)
                 if not bool(torch.isfinite(loss)):
@@ -206,7 +209,7 @@ class RoundTrainer:
         size = arguments.batch_size
         for begin in range(0, len(trajectories), size):
             batch = self._collate(collator, trajectories[begin : begin + size], metrics.domains)
-            with self._autocast():
+            with self._computing():
                 self._judge.run(self.model, batch, as_decoding=True).add_to(metrics, batch["domain_ids"])
             if should_stop():
                 raise InterruptedRoundError
@@ -238,9 +241,13 @@ class RoundTrainer:
     def _metrics(self, trajectories: Sequence[RecordedTrajectory]) -> DraftMetrics:
         return DraftMetrics(sorted({one.domain for one in trajectories}), self._draft_length, self.device)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Attention and precision of a forward pass in training."""
         dtype = self.arguments.autocast_dtype(self.device)
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+        precision = nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype)
+        with attending(self._drafter_config, self._attention), precision:
+            yield
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
         arguments = self.arguments

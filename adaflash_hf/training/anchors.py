@@ -7,8 +7,9 @@ that lie closer than their size would otherwise see context they do not have whe
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 
 from ..errors import InvalidInputError
 from ..generation.visibility import Visibility
+from . import block_attention
 
 
 if TYPE_CHECKING:
@@ -24,11 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionChoice",
+    "attending",
     "block_positions",
     "block_visibility",
     "choose_attention",
     "drafter_masks",
     "label_positions",
+    "own_block_visibility",
     "sample_anchors",
 ]
 
@@ -125,10 +129,30 @@ def block_visibility(
     rule = Visibility(is_causal, sliding_window)
     rows = torch.arange(anchors.shape[1] * block_size, device=anchors.device)
     block, offset = rows // block_size, rows % block_size
-    row_anchors = anchors[:, block]  # [batch, rows]
-    context = torch.arange(context_length, device=anchors.device)
-    sees_context = _within(rule, context < row_anchors[..., None], (row_anchors + offset)[..., None], context)
+    sees_context = _context_visibility(rule, anchors, context_length, block_size)
     sees_row = _within(rule, block[:, None] == block[None], offset[:, None], offset[None])  # [rows, rows]
+    return torch.cat([sees_context, sees_row.expand(len(anchors), -1, -1)], dim=-1)[:, None]
+
+
+def own_block_visibility(
+    anchors: torch.Tensor, context_length: int, block_size: int, rule: Visibility
+) -> torch.Tensor:
+    """
+    The mask of one layer type that [`block_attention_forward`] takes.
+
+    Args:
+        anchors (`torch.Tensor` of shape `[batch, num_anchors]`), context_length (`int`), block_size (`int`):
+            See [`block_visibility`].
+        rule (`Visibility`):
+            Of the layer type.
+
+    Returns:
+        `torch.Tensor` of shape `[batch, 1, num_anchors * block_size, context_length + block_size]`
+    """
+    offset = torch.arange(block_size, device=anchors.device)
+    everywhere = torch.ones(block_size, block_size, dtype=torch.bool, device=anchors.device)
+    sees_row = _within(rule, everywhere, offset[:, None], offset[None]).repeat(anchors.shape[1], 1)
+    sees_context = _context_visibility(rule, anchors, context_length, block_size)
     return torch.cat([sees_context, sees_row.expand(len(anchors), -1, -1)], dim=-1)[:, None]
 
 
@@ -150,7 +174,8 @@ def drafter_masks(
 
     Returns:
         `dict[str, torch.Tensor | BlockMask]`: for each layer type what the attention implementation takes, a mask
-        `[batch, 1, rows, keys]` (sdpa, eager) or a block mask of the same visibility (flex_attention).
+        `[batch, 1, rows, keys]` (sdpa, eager), a block mask of the same visibility (flex_attention), or what
+        [`own_block_visibility`] makes.
     """
     implementation = config._attn_implementation
     build: Callable[[Visibility], Any]
@@ -166,6 +191,11 @@ def drafter_masks(
 
         def build(rule: Visibility) -> Any:
             return _block_mask(rule, anchors, context_length, config.block_size)
+
+    elif implementation == block_attention.ATTENTION_NAME:
+
+        def build(rule: Visibility) -> Any:
+            return own_block_visibility(anchors, context_length, config.block_size, rule)
 
     else:
         raise InvalidInputError(
@@ -206,7 +236,7 @@ def choose_attention(
         rows (`int`):
             Block rows of one trajectory, anchors x block size.
         requested (`str`, *optional*, defaults to `"auto"`):
-            `"sdpa"`, `"eager"`, `"flex_attention"`, or `"auto"`.
+            `"blocks"` (see [`block_attention_forward`]), `"sdpa"`, `"eager"`, `"flex_attention"`, or `"auto"`.
 
     Raises:
         InvalidInputError: what is requested cannot train this drafter there.
@@ -215,15 +245,35 @@ def choose_attention(
     obstacle = _obstacle_to_flex(config, device_type)
     if requested == "flex_attention" and obstacle is not None:
         raise InvalidInputError(
-            f"The attention requested for training is 'flex_attention', but {obstacle}; choose 'sdpa' or 'auto'."
+            f"The attention requested for training is 'flex_attention', but {obstacle}; choose 'blocks' or 'auto'."
         )
+    if requested == "blocks":
+        return AttentionChoice(block_attention.ATTENTION_NAME, "given")
     if requested != "auto":
         return AttentionChoice(requested, "given")
     if obstacle is None and rows >= _FLEX_MIN_ROWS:
         return AttentionChoice("flex_attention", f"skips the blocks that {rows} rows of a trajectory do not see")
     if config._attn_implementation == "eager":
         return AttentionChoice("eager", "what the drafter was loaded with")
-    return AttentionChoice("sdpa", obstacle or f"the dense mask of {rows} rows is small")
+    return AttentionChoice(block_attention.ATTENTION_NAME, "compares a row with the context and its own block only")
+
+
+@contextlib.contextmanager
+def attending(config: DFlashDrafterConfig, choice: AttentionChoice) -> Iterator[None]:
+    """
+    Lets a drafter attend as chosen for training, and afterwards as before.
+
+    Args:
+        config (`DFlashDrafterConfig`):
+            The drafter's own.
+        choice (`AttentionChoice`):
+            From [`choose_attention`].
+    """
+    before, config._attn_implementation = config._attn_implementation, choice.implementation
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 def _obstacle_to_flex(config: DFlashDrafterConfig, device_type: str) -> str | None:
@@ -234,6 +284,13 @@ def _obstacle_to_flex(config: DFlashDrafterConfig, device_type: str) -> str | No
     if config.head_dim < _FLEX_MIN_HEAD_DIM:
         return f"FlexAttention needs `head_dim` of at least {_FLEX_MIN_HEAD_DIM}, and it is {config.head_dim}"
     return None
+
+
+def _context_visibility(rule: Visibility, anchors: torch.Tensor, context_length: int, block_size: int) -> torch.Tensor:
+    """Whether a row sees a position of the context, `[batch, rows, context_length]`."""
+    row_anchors = anchors.repeat_interleave(block_size, dim=1)[..., None]
+    context = torch.arange(context_length, device=anchors.device)
+    return _within(rule, context < row_anchors, block_positions(anchors, block_size)[..., None], context)
 
 
 def _within(

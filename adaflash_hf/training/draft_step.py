@@ -15,7 +15,7 @@ from ..errors import InvalidInputError
 from ..generation.compatibility import check_drafter_fits_target
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from .anchors import block_positions, drafter_masks, label_positions
-from .draft_loss import DraftLoss, draft_loss, rows_per_chunk
+from .draft_loss import DraftLoss, default_logits_memory, draft_loss, rows_per_chunk
 from .features import compute_target_features
 from .head_labels import LENGTH_LABELS, hindsight_length_labels, truncated_length_labels
 from .metrics import Acceptance, DraftMetrics, hindsight_acceptance
@@ -118,8 +118,8 @@ class DraftStep:
             What the length head is trained on, see [`LENGTH_LABELS`].
         length_scale (`float`, *optional*, defaults to 1.3):
             Of the decoding that `"truncated"` labels imitate.
-        logits_memory_bytes (`int`, *optional*, defaults to 268435456):
-            See [`rows_per_chunk`].
+        logits_memory_bytes (`int`, *optional*):
+            See [`rows_per_chunk`]; by default what [`default_logits_memory`] says.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class DraftStep:
         vocabulary: RestrictedVocabulary | None = None,
         length_labels: str = "hindsight",
         length_scale: float = 1.3,
-        logits_memory_bytes: int = 256 * 2**20,
+        logits_memory_bytes: int | None = None,
     ) -> None:
         if length_labels not in LENGTH_LABELS:
             raise InvalidInputError(
@@ -144,7 +144,7 @@ class DraftStep:
         self.head: nn.Module = target_model.get_output_embeddings()
         self.weights = position_weights(self.config.draft_length, position_decay)
         self._length_labels, self._length_scale = length_labels, length_scale
-        self._logits_memory_bytes = logits_memory_bytes
+        self._logits_memory_bytes = logits_memory_bytes or default_logits_memory(target_model.device)
         # Asked of the embedding: the weight of a quantised head has another shape and dtype.
         embedding = target_model.get_input_embeddings().weight
         self._vocab_size, self._head_dtype = embedding.shape[0], embedding.dtype

@@ -6,7 +6,6 @@ push to the Hub) is the parent's. A run that was killed and resumed goes through
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shutil
@@ -22,7 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..errors import InvalidInputError
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from ..output_places import writing_to
-from .anchors import choose_attention
+from .anchors import attending, choose_attention
 from .collator import DrafterDataCollator
 from .draft_step import DraftStep, StepOutcome, check_trainable
 from .head_labels import slot_verdicts
@@ -172,7 +171,7 @@ class DrafterTrainer(Trainer):
         if resume_from_checkpoint is True:
             found = last_complete_checkpoint(self.args.output_dir)
             resume_from_checkpoint = None if found is None else str(found)
-        with self._training_attention():
+        with attending(self._drafter_config, self.attention):
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def save_drafter(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
@@ -246,7 +245,7 @@ class DrafterTrainer(Trainer):
         metrics = DraftMetrics(self.domains, self.data_collator.draft_length, self.args.device)
         for batch, counts in self._evaluation_batches(dataloader):
             batch = self._prepare_inputs(batch)
-            with torch.no_grad(), self.compute_loss_context_manager(), self._training_attention():
+            with torch.no_grad(), self.compute_loss_context_manager(), attending(self._drafter_config, self.attention):
                 outcome = self._run(self.model, batch, as_decoding=True)
                 if self.confidence_head is not None and counts:
                     self._confidence_loss(self.model, outcome, batch["labels"], metrics)
@@ -305,16 +304,6 @@ class DrafterTrainer(Trainer):
             assert dataloader.collate_fn is not None and dataloader.batch_size is not None
             for _ in range(math.ceil(most_rows / dataloader.batch_size) - len(dataloader)):
                 yield batch or dataloader.collate_fn([held_out[0]]), False
-
-    @contextlib.contextmanager
-    def _training_attention(self) -> Iterator[None]:
-        """Lets the drafter attend as chosen for training, and afterwards as it was loaded."""
-        config, before = self._drafter_config, self._drafter_config._attn_implementation
-        config._attn_implementation = self.attention.implementation
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
 
     def _restricted_vocabulary(
         self, trajectories: TrajectoryDataset, indices: Sequence[int]

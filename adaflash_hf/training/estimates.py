@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..errors import InvalidInputError
+from .draft_loss import default_logits_memory
 
 
 if TYPE_CHECKING:
@@ -78,13 +79,14 @@ def estimate_training(trainer: DrafterTrainer) -> TrainingEstimate:
     step_s = batch_s * args.gradient_accumulation_steps + update_s
     trainable = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     count = sum(parameter.numel() for parameter in trainable)
+    logits_bytes = args.logits_memory_bytes or default_logits_memory(device)
     return TrainingEstimate(
         trainable_parameters=count,
         steps=steps,
         step_s=step_s,
         total_s=steps * step_s,
         weights_bytes=_bytes_of(trainer.model) + _bytes_of(trainer.target_model),
-        training_bytes=4 * (count + _averages(trainer)) + args.logits_memory_bytes,
+        training_bytes=4 * (count + _averages(trainer)) + logits_bytes,
         peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     )
 

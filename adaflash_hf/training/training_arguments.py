@@ -17,7 +17,7 @@ from .objectives import OBJECTIVES, DraftObjective
 __all__ = ["DrafterTrainingArguments"]
 
 TRAIN_ONLY = ("drafter", "length_head", "confidence_head")
-ATTENTIONS = ("auto", "sdpa", "eager", "flex_attention")
+ATTENTIONS = ("auto", "blocks", "sdpa", "eager", "flex_attention")
 TEACHERS = ("auto", "none", "top_k", "full")
 
 
@@ -80,11 +80,12 @@ class DrafterTrainingArguments(TrainingArguments):
             Learning rate of what is not a matrix; by default `learning_rate`.
         length_head_learning_rate (`float`, defaults to 2e-4):
             Learning rate of the length head, or of the confidence head.
-        logits_memory_bytes (`int`, defaults to 268435456):
-            What the logits of one chunk of rows and their temporaries may occupy.
+        logits_memory_bytes (`int`, *optional*):
+            What the logits of one chunk of rows and their temporaries may occupy; see [`default_logits_memory`].
         drafter_attention (`str`, defaults to `"auto"`):
-            `"sdpa"`, `"eager"` or `"flex_attention"`, in training and evaluation; afterwards the drafter is as it was
-            loaded. Auto takes FlexAttention on CUDA where a trajectory has many rows, see [`choose_attention`].
+            `"blocks"`, `"sdpa"`, `"eager"` or `"flex_attention"`, in training and evaluation; afterwards the drafter
+            is as it was loaded. Auto takes FlexAttention on CUDA where a trajectory has many rows, else blocks, see
+            [`choose_attention`].
     """
 
     learning_rate: float = field(default=3e-4, metadata={"help": "Learning rate of the drafter."})
@@ -115,7 +116,7 @@ class DrafterTrainingArguments(TrainingArguments):
     use_muon: bool = field(default=False, metadata={"help": "Muon for matrices, AdamW for the rest."})
     vector_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of non-matrices."})
     length_head_learning_rate: float = field(default=2e-4, metadata={"help": "Learning rate of the length head."})
-    logits_memory_bytes: int = field(default=256 * 2**20, metadata={"help": "Memory of one chunk of logits."})
+    logits_memory_bytes: int | None = field(default=None, metadata={"help": "Memory of one chunk of logits."})
     drafter_attention: str = field(default="auto", metadata={"help": f"One of {', '.join(ATTENTIONS)}."})
 
     def __post_init__(self, *args: Any, **kwargs: Any) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from adaflash_hf.errors import InvalidInputError
+from adaflash_hf.online import online_arguments
 from adaflash_hf.online.online_arguments import OnlineTrainingArguments
 
 
@@ -42,9 +43,12 @@ def test_wrong_settings_are_refused(fields, name):
         OnlineTrainingArguments(**fields)
 
 
-def test_bfloat16_is_for_cuda_unless_asked_for():
+def test_bfloat16_is_for_what_multiplies_it_unless_asked_for(monkeypatch):
+    monkeypatch.setattr(online_arguments, "multiplies_natively", lambda dtype: False)
     arguments = OnlineTrainingArguments()
     assert arguments.autocast_dtype(torch.device("cuda")) == torch.bfloat16
     assert arguments.autocast_dtype(torch.device("cpu")) is None
+    monkeypatch.setattr(online_arguments, "multiplies_natively", lambda dtype: dtype == torch.bfloat16)
+    assert arguments.autocast_dtype(torch.device("cpu")) == torch.bfloat16
     assert OnlineTrainingArguments(precision="bfloat16").autocast_dtype(torch.device("cpu")) == torch.bfloat16
     assert OnlineTrainingArguments(precision="float32").autocast_dtype(torch.device("cuda")) is None

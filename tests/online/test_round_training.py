@@ -25,7 +25,7 @@ def traffic(target):
 
 
 def make(target, drafter=None, **fields):
-    arguments = OnlineTrainingArguments(**{"learning_rate": 1e-2, "epochs": 1, **fields})
+    arguments = OnlineTrainingArguments(**{"learning_rate": 1e-2, "epochs": 1, "precision": "float32", **fields})
     return RoundTrainer(adapted_drafter() if drafter is None else drafter, target, arguments)
 
 

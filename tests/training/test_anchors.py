@@ -82,7 +82,7 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "drafter_blocks"])
 @pytest.mark.parametrize("fields", LAYERS)
 def test_one_forward_over_many_anchors_equals_one_draft_after_another(implementation, fields):
     drafter = tiny_drafter(**fields)
@@ -98,6 +98,7 @@ def test_one_forward_over_many_anchors_equals_one_draft_after_another(implementa
         attention_mask=drafter_masks(config, anchors, length, torch.float32),
         position_ids=torch.cat([torch.arange(length)[None], block_positions(anchors, config.block_size)], dim=1),
     ).last_hidden_state
+    drafter.set_attn_implementation("sdpa")
     for i, anchor in enumerate(anchors[0].tolist()):
         rows = slice(i * config.block_size, (i + 1) * config.block_size)
         alone = drafter(noise_embeds=blocks[:, rows], context_hidden_states=context[:, :anchor]).last_hidden_state
@@ -172,10 +173,10 @@ def test_flex_attention_gives_the_gradients_of_a_dense_mask(fields):
 def test_the_attention_to_train_with():
     config = tiny_drafter_config(head_dim=16)
     config._attn_implementation = "sdpa"
-    assert choose_attention(config, "cpu", 8192)[0] == "sdpa"
-    assert "no backward" in choose_attention(config, "cpu", 8192).reason
+    assert choose_attention(config, "cpu", 8192)[0] == "drafter_blocks"
     assert choose_attention(config, "cuda", 8192)[0] == "flex_attention"
-    assert choose_attention(config, "cuda:1", 64)[0] == "sdpa"
+    assert choose_attention(config, "cuda:1", 64)[0] == "drafter_blocks"
+    assert choose_attention(config, "cpu", 64, "blocks") == ("drafter_blocks", "given")
     assert choose_attention(config, "cuda", 8192, "eager") == ("eager", "given")
     config._attn_implementation = "eager"
     assert choose_attention(config, "cpu", 8192)[0] == "eager"
@@ -183,7 +184,7 @@ def test_the_attention_to_train_with():
         choose_attention(config, "cpu", 8192, "flex_attention")
     for fields, words in (({"attention_dropout": 0.1}, "dropout"), ({"head_dim": 8}, "head_dim")):
         other = tiny_drafter_config(**{"head_dim": 16, **fields})
-        assert choose_attention(other, "cuda", 8192)[0] == "sdpa"
+        assert choose_attention(other, "cuda", 8192)[0] == "drafter_blocks"
         with pytest.raises(InvalidInputError, match=words):
             choose_attention(other, "cuda", 8192, "flex_attention")
 
