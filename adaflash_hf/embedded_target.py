@@ -31,6 +31,7 @@ from transformers.utils import logging as transformers_logging
 from .cpu_arithmetic import multiplies_natively
 from .error_text import first_line, install_hint
 from .errors import InvalidInputError, MissingDependencyError
+from .hub_connection import hub_or_cache
 
 
 __all__ = [
@@ -181,8 +182,9 @@ def _resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtyp
 def _load_named(name_or_path: str, dtype: torch.dtype, report: ProgressCallback) -> LoadedTarget:
     report(f"Loading {name_or_path}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-        model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
+        with hub_or_cache(name_or_path):
+            tokenizer = AutoTokenizer.from_pretrained(name_or_path)
+            model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = first_line(error)
         raise InvalidInputError(

@@ -274,10 +274,12 @@ def _split(
 def _load_float32(name_or_path: str) -> DFlashDrafterModel:
     import torch
 
+    from ..hub_connection import hub_or_cache
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
     # Weights are trained in float32, whatever they were saved in.
-    return DFlashDrafterModel.from_pretrained(name_or_path, dtype=torch.float32)
+    with hub_or_cache(name_or_path):
+        return DFlashDrafterModel.from_pretrained(name_or_path, dtype=torch.float32)
 
 
 def _starts(

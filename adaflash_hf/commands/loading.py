@@ -82,10 +82,12 @@ def load_drafter(name_or_path: str, target_model: PreTrainedModel) -> DFlashDraf
         target_model (`PreTrainedModel`):
             The target it will draft for.
     """
+    from ..hub_connection import hub_or_cache
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
     try:
-        drafter = DFlashDrafterModel.from_pretrained(name_or_path, dtype=target_model.dtype)
+        with hub_or_cache(name_or_path):
+            drafter = DFlashDrafterModel.from_pretrained(name_or_path, dtype=target_model.dtype)
     except OSError as error:
         reason = first_line(error)
         raise InvalidInputError(

@@ -151,6 +151,7 @@ class TrainingRun:
         import torch
 
         from ..embedded_target import without_progress_bars
+        from ..hub_connection import hub_or_cache
         from ..modeling_dflash_drafter import DFlashDrafterModel
         from ..training.initialization import attach_length_head
 
@@ -162,7 +163,7 @@ class TrainingRun:
                 "it out, or train --from-scratch."
             )
         # Weights are trained in float32, whatever they were saved in.
-        with without_progress_bars() if Path(self.init).is_dir() else nullcontext():
+        with without_progress_bars() if Path(self.init).is_dir() else nullcontext(), hub_or_cache(self.init):
             drafter = DFlashDrafterModel.from_pretrained(self.init, dtype=torch.float32)
         trains_length_head = self.only not in ("drafter", _CONFIDENCE_HEAD)
         if drafter.length_head is None and self.length_head is not None and trains_length_head:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..embedded_target import EMBEDDED_TARGET_NAME
 from ..error_text import first_line
 from ..errors import InvalidInputError
+from ..hub_connection import hub_or_cache
 
 
 __all__ = ["check_mtp_heads"]
@@ -24,7 +25,8 @@ def check_mtp_heads(target: str) -> None:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(target)
+        with hub_or_cache(target):
+            config = AutoConfig.from_pretrained(target)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise InvalidInputError(
             f"`--target` is {target!r} and its configuration cannot be read ({first_line(error)}). Pass a Hub id or a "

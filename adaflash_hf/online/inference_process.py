@@ -337,6 +337,7 @@ def load_served_drafter(
     Returns:
         `tuple[DFlashDrafterModel, int]`: the drafter and its version.
     """
+    from ..hub_connection import hub_or_cache
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
     try:
@@ -347,7 +348,8 @@ def load_served_drafter(
     except (PublishedVersionError, DrafterCheckpointError, OSError) as error:
         logger.warning("The published version cannot be served (%s); beginning with %s.", error, drafter)
     try:
-        return DFlashDrafterModel.from_pretrained(drafter, dtype=dtype), 0
+        with hub_or_cache(drafter):
+            return DFlashDrafterModel.from_pretrained(drafter, dtype=dtype), 0
     except OSError as error:
         raise InvalidInputError(
             f"`drafter` is {drafter!r} and cannot be loaded ({error}). Pass a Hub id or a directory with config.json "

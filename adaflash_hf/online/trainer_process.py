@@ -30,6 +30,7 @@ def run_trainer(settings: TrainerSettings) -> None:
 
 def _train(settings: TrainerSettings, process: SideProcess) -> None:
     from ..embedded_target import load_target, without_progress_bars
+    from ..hub_connection import hub_or_cache
     from ..modeling_dflash_drafter import DFlashDrafterModel
     from .online_trainer import OnlineTrainer
     from .publisher import Publisher
@@ -41,7 +42,8 @@ def _train(settings: TrainerSettings, process: SideProcess) -> None:
     with without_progress_bars():
         target = load_target(side.target, side.dtype, device=side.device).model
         # In the dtype that it is stored in, which is what versions are published in.
-        drafter = DFlashDrafterModel.from_pretrained(side.drafter)
+        with hub_or_cache(side.drafter):
+            drafter = DFlashDrafterModel.from_pretrained(side.drafter)
         if target.device.type == "cpu":
             os.nice(_NICENESS)
         trainer = OnlineTrainer(

@@ -12,6 +12,7 @@ import torch
 
 from ..configuration_dflash_drafter import DFlashDrafterConfig
 from ..errors import AdaFlashError, DrafterCheckpointError
+from ..hub_connection import hub_or_cache
 from .engine_outlook import EngineOutlook, Outlook, engine_outlooks
 from .formats.adapters import is_adapter
 from .formats.checkpoint_format import CheckpointFormat
@@ -120,10 +121,11 @@ def inspect_drafter(
     options, hub = options or ReadOptions(), dict(hub or {})
     result = Inspection(source=os.fspath(path))
     try:
-        if is_adapter(result.source, hub):
-            _look_at_adapter(result, options, hub)
-        else:
-            _look_at_files(result, open_checkpoint(path, hub), options, format_name)
+        with hub_or_cache(path):
+            if is_adapter(result.source, hub):
+                _look_at_adapter(result, options, hub)
+            else:
+                _look_at_files(result, open_checkpoint(path, hub), options, format_name)
     except DrafterCheckpointError as error:
         result.problems.append(str(error))
     if result.config is not None and options.target is not None:

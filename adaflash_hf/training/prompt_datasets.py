@@ -12,6 +12,7 @@ from typing import Any
 
 from ..error_text import install_hint
 from ..errors import InvalidInputError, MissingDependencyError
+from ..hub_connection import hub_or_cache
 from ..hub_upload import hub_errors
 from .prompts import Prompt, prompt_of_record
 
@@ -120,9 +121,10 @@ def _open(source: PromptDataset, *, is_streaming: bool) -> Any:
         if any((path / name).is_file() for name in _SAVED_TO_DISK):
             saved = datasets.load_from_disk(str(path))
             return saved[source.split] if isinstance(saved, datasets.DatasetDict) else saved
-        return datasets.load_dataset(
-            source.name, source.subset, split=source.split, streaming=is_streaming, revision=source.revision
-        )
+        with hub_or_cache(source.name):
+            return datasets.load_dataset(
+                source.name, source.subset, split=source.split, streaming=is_streaming, revision=source.revision
+            )
     except (*hub_errors(), ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInputError(

@@ -20,6 +20,7 @@ from ...configuration_dflash_drafter import DFlashDrafterConfig
 from ...embedded_target import without_progress_bars
 from ...error_text import first_line
 from ...errors import DrafterCheckpointError, DrafterExportError, InvalidInputError, OutputError
+from ...hub_connection import hub_or_cache
 from ...modeling_dflash_drafter import DFlashDrafterModel
 from ...output_places import check_room, check_writable, writing_to
 from .adapters import is_adapter, read_adapter
@@ -55,22 +56,24 @@ def read_drafter(
         InvalidInputError: There is no such checkpoint.
         DrafterCheckpointError: It is damaged, or not a drafter that this package can represent.
     """
-    options = options or ReadOptions()
-    if is_adapter(os.fspath(path), hub or {}):
-        bundle = read_adapter(os.fspath(path), hub or {})
-        check_bundle(bundle)
-        return bundle
-    checkpoint = open_checkpoint(path, hub)
+    with hub_or_cache(path):
+        if is_adapter(os.fspath(path), hub or {}):
+            bundle = read_adapter(os.fspath(path), hub or {})
+        else:
+            bundle = _read(open_checkpoint(path, hub), options or ReadOptions(), source_format)
+    check_bundle(bundle)
+    return bundle
+
+
+def _read(checkpoint: StoredCheckpoint, options: ReadOptions, source_format: str | None) -> DrafterBundle:
     form = detect_format(checkpoint) if source_format is None else format_called(source_format)
     config, reading = interpret(checkpoint, form, options)
-    bundle = DrafterBundle(
+    return DrafterBundle(
         config=config,
         tensors=_load(checkpoint, reading),
         source=checkpoint.source,
         notes=reading.notes + [f"`{name}` is left out: {why}." for name, why in reading.dropped.items()],
     )
-    check_bundle(bundle)
-    return bundle
 
 
 def interpret(

@@ -18,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from ...embedded_target import EMBEDDED_TARGET_NAME, embedded_target_directory
 from ...error_text import first_line
 from ...errors import InvalidInputError
+from ...hub_connection import hub_or_cache
 
 
 __all__ = ["TargetFiles"]
@@ -53,7 +54,8 @@ class TargetFiles:
             InvalidInputError: It cannot be found or read.
         """
         try:
-            return AutoConfig.from_pretrained(self.path, **self._hub)
+            with hub_or_cache(self.path):
+                return AutoConfig.from_pretrained(self.path, **self._hub)
         except (OSError, ValueError, KeyError, StrictDataclassError) as error:
             reason = first_line(error)
             raise InvalidInputError(
@@ -107,7 +109,8 @@ class TargetFiles:
 
     def _find(self, filename: str) -> str | None:
         try:
-            found = cached_file(self.path, filename, _raise_exceptions_for_missing_entries=False, **self._hub)
+            with hub_or_cache(self.path):
+                found = cached_file(self.path, filename, _raise_exceptions_for_missing_entries=False, **self._hub)
         except (OSError, ValueError) as error:
             reason = first_line(error)
             raise InvalidInputError(f"`target` is {self.name!r} and cannot be read ({reason}).") from error

@@ -1,0 +1,54 @@
+"""Loading from the Hugging Face Hub where it may not be reachable: what is cached, or nowhere, shows at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .error_text import first_line
+from .hub_upload import hub_errors
+
+
+__all__ = ["hub_or_cache"]
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def hub_or_cache(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
+    """
+    A block that loads a model. If the Hub does not answer now, the block works offline, as with `HF_HUB_OFFLINE=1`.
+
+    The Hub's client tries every file that is not in its cache six times, half a minute long, and a model that was
+    loaded before has several optional ones that do not exist: minutes for what is on the disk or nowhere.
+
+    Args:
+        name_or_path (`str` or `os.PathLike`):
+            What is loaded; for a directory nothing is asked.
+    """
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    if not before and not os.path.exists(name_or_path):
+        constants.HF_HUB_OFFLINE = not _answers(str(name_or_path))
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _answers(name: str) -> bool:
+    """Whether anybody answers, be it that there is no such repository."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except (HfHubHTTPError, HFValidationError):
+        return True
+    except hub_errors() as error:
+        logger.warning("No connection to %s (%s); its cache is used.", constants.ENDPOINT, first_line(error))
+        return False
+    return True

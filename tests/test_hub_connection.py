@@ -1,0 +1,92 @@
+"""Without a network the Hub's client is not left to try again and again, which takes minutes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_server import HubServer, running_hub
+from huggingface_hub import constants
+from stand_ins import byte_target, byte_tokenizer
+from tiny_models import tiny_drafter
+
+from adaflash_hf.commands.loading import load_drafter
+from adaflash_hf.embedded_target import load_target
+from adaflash_hf.errors import InvalidInputError
+from adaflash_hf.hub_connection import hub_or_cache
+from adaflash_hf.online.inference_process import load_served_drafter
+from adaflash_hf.online.published_versions import PublishedVersions
+from adaflash_hf.serving.formats import TargetFiles, read_drafter
+from adaflash_hf.serving.inspection import inspect_drafter
+from adaflash_hf.training.prompt_datasets import PromptDataset, read_prompt_dataset
+
+
+def cut_off(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Nobody answers at the Hub's address from now on, and whoever would try again fails."""
+    closed = HubServer()
+    closed.server_close()
+    closed.serve_this_process(monkeypatch, cache)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"waits {seconds} s to try again"))
+
+
+def files(model: Any, folder: Path) -> dict[str, bytes]:
+    model.save_pretrained(folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        load_target,
+        lambda name: load_drafter(name, byte_target()),
+        lambda name: load_served_drafter(PublishedVersions("nowhere"), name, torch.float32),
+        lambda name: TargetFiles(name).config,
+        read_drafter,
+        inspect_drafter,
+        lambda name: read_prompt_dataset(PromptDataset(name)),
+    ],
+    ids=["target", "drafter", "served", "config", "files", "inspection", "prompts"],
+)
+def test_what_is_nowhere_is_told_at_once(
+    load: Callable[[str], Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cut_off(monkeypatch, tmp_path / "cache")
+    with pytest.raises(InvalidInputError, match="org/nothing"):
+        load("org/nothing")
+    warnings = [record.getMessage() for record in caplog.records if record.name == "adaflash_hf.hub_connection"]
+    assert len(warnings) == 1 and constants.ENDPOINT in warnings[0] and "its cache is used" in warnings[0]
+
+
+def test_what_is_cached_is_loaded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_hub() as hub:
+        hub.repositories["org/target"] = files(byte_target(), tmp_path / "target")
+        hub.repositories["org/target"] |= files(byte_tokenizer(), tmp_path / "tokenizer")
+        hub.repositories["org/drafter"] = files(tiny_drafter(byte_target()), tmp_path / "drafter")
+        hub.serve_this_process(monkeypatch, tmp_path / "cache")
+        target = load_target("org/target", dtype="float32", device="cpu").model
+        drafter = load_drafter("org/drafter", target)
+    cut_off(monkeypatch, tmp_path / "cache")
+    assert load_target("org/target", dtype="float32", device="cpu").model.lm_head.weight.equal(target.lm_head.weight)
+    assert load_drafter("org/drafter", target).fc.weight.equal(drafter.fc.weight)
+    assert inspect_drafter("org/drafter").problems == []
+
+
+def test_only_the_block_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running_hub() as hub:
+        hub.serve_this_process(monkeypatch, tmp_path / "cache")
+        with hub_or_cache("org/nothing"):  # which the Hub says itself
+            assert not constants.HF_HUB_OFFLINE
+    cut_off(monkeypatch, tmp_path / "cache")
+    with hub_or_cache(tmp_path):
+        assert not constants.HF_HUB_OFFLINE
+    with pytest.raises(ZeroDivisionError), hub_or_cache("org/nothing"):
+        assert constants.HF_HUB_OFFLINE
+        raise ZeroDivisionError
+    assert not constants.HF_HUB_OFFLINE
