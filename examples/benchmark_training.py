@@ -38,7 +38,7 @@ from adaflash_hf.evaluation.bench import describe_environment
 from adaflash_hf.evaluation.peak_memory import PeakMemory
 from adaflash_hf.evaluation.result_files import markdown_table, write_results
 from adaflash_hf.training.anchors import block_positions, drafter_masks, label_positions, sample_anchors
-from adaflash_hf.training.draft_loss import draft_loss, rows_per_chunk
+from adaflash_hf.training.chunked_loss import draft_loss, rows_per_chunk
 from adaflash_hf.training.objectives import DraftObjective, position_weights
 from adaflash_hf.training.teachers import DenseTeacher, Teacher, TopKTeacher
 

@@ -79,8 +79,8 @@ def test_help_imports_neither_torch_nor_transformers() -> None:
     assert not imported & (HEAVY - {"rich"})  # typer formats with rich
 
 
-def test_reading_prompts_does_not_import_the_trainer() -> None:
-    code = "import sys, adaflash_hf.training.prompts; sys.exit('transformers.trainer' in sys.modules)"
+def test_reading_prompts_does_not_import_what_trains() -> None:
+    code = "import sys, adaflash_hf.training.prompts; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

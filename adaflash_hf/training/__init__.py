@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING
 
 from ..lazy_imports import lazy_names
 
-# At once: importing the module later would put it in the place of the function of the same name.
-from .draft_loss import draft_loss
-
 
 if TYPE_CHECKING:
+    from .chunked_loss import draft_loss
     from .draft_step import DraftStep
     from .drafter_trainer import DrafterTrainer, last_complete_checkpoint
     from .initialization import (
@@ -28,6 +26,7 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "chunked_loss": ["draft_loss"],
             "draft_step": ["DraftStep"],
             "drafter_trainer": ["DrafterTrainer", "last_complete_checkpoint"],
             "initialization": [

@@ -15,7 +15,7 @@ from ..errors import InvalidInputError
 from ..generation.compatibility import check_drafter_fits_target
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from .anchors import block_positions, drafter_masks, label_positions
-from .draft_loss import DraftLoss, default_logits_memory, draft_loss, rows_per_chunk
+from .chunked_loss import DraftLoss, default_logits_memory, draft_loss, rows_per_chunk
 from .features import compute_target_features
 from .head_labels import LENGTH_LABELS, hindsight_length_labels, truncated_length_labels
 from .metrics import Acceptance, DraftMetrics, hindsight_acceptance

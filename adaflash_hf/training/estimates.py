@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..errors import InvalidInputError
-from .draft_loss import default_logits_memory
+from .chunked_loss import default_logits_memory
 
 
 if TYPE_CHECKING:

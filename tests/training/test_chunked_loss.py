@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adaflash_hf.errors import InvalidInputError
-from adaflash_hf.training.draft_loss import draft_loss, rows_per_chunk
+from adaflash_hf.training.chunked_loss import draft_loss, rows_per_chunk
 from adaflash_hf.training.objectives import IGNORED_LABEL, DraftObjective
 from adaflash_hf.training.teachers import DenseTeacher, TopKTeacher
 
