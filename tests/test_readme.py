@@ -118,8 +118,9 @@ def test_the_headline_is_what_was_measured():
         assert headline_text(result) in " ".join(README.split())
 
 
-def test_committed_results_name_no_place():
-    for path in (ROOT / "results").rglob("*"):
+@pytest.mark.parametrize("folder", ["results", "checkpoints", "model_cards"])
+def test_committed_files_name_no_place(folder):
+    for path in (ROOT / folder).rglob("*"):
         if path.suffix in (".json", ".md"):
             text = path.read_text(encoding="utf-8")
             assert not re.search(r"/(home|root|tmp|work|Users)/", text), path
