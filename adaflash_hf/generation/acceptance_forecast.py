@@ -1,7 +1,8 @@
 """How likely each drafted slot is to be accepted: what a head says, corrected by what the target then does.
 
 A head is trained once and its errors are systematic: too sure, too shy, or blind to a new domain. Here its forecasts
-are sorted into buckets, and in each bucket the share of drafts that were really accepted takes over from the head as
+are corrected twice. How much too sure it is of a slot on the whole shows after a few blocks already. Beyond that, its
+forecasts are sorted into buckets, and in each bucket the share of drafts that were really accepted takes over as
 observations come in. Only slots whose turn came count: a slot behind a rejected one, or beyond the verify length, says
 nothing. Slots are chosen by forecasts alone, so within a bucket the share is unbiased however few were verified.
 """
@@ -30,9 +31,14 @@ ForecastSource = Literal["confidence_head", "length_head", "history"]
 
 _RATIO_BUCKETS = 16
 _PROBABILITY_BUCKETS = 20
-# Observations a head's word is worth, and how many the memory of a bucket holds.
+# Observations a head's word is worth, in a bucket and for a slot as a whole, and how many the memory of each holds.
 _HEAD_WEIGHT = 6.0
+_SLOT_WEIGHT = 3.0
+# What a head says of some blocks is not given up for what happened to others.
+_SLOT_BOUNDS = (0.4, 2.0)
 _MEMORY_WEIGHT = 400.0
+# What remains of that memory when the drafter is another one.
+_KEPT_SHARE = 0.02
 # With no head and no history, neither optimism nor pessimism.
 _UNKNOWN_RATE = 0.5
 
@@ -98,6 +104,8 @@ class AcceptanceForecaster:
         size = max(_RATIO_BUCKETS * draft_length, _PROBABILITY_BUCKETS)
         self._seen = np.zeros(size)
         self._accepted = np.zeros(size)
+        # By slot, of those whose turn came: how many, how many the head expected to be accepted, how many were.
+        self._by_slot = np.zeros((3, draft_length))
         self._source: ForecastSource | None = None
 
     @torch.no_grad()
@@ -139,8 +147,16 @@ class AcceptanceForecaster:
         """Buckets mean something else for another head."""
         if self._source != source:
             self._source = source
-            self._seen[:] = 0
-            self._accepted[:] = 0
+            self._fade(0.0)
+
+    def _fade(self, share: float) -> None:
+        """Keeps this share of what was observed."""
+        for observed in (self._seen, self._accepted, self._by_slot):
+            observed *= share
+
+    def drafter_changed(self) -> None:
+        """The drafter's weights are others now: what was observed is a hint, for a few observations to overrule."""
+        self._fade(_KEPT_SHARE)
 
     def survival(self, forecast: Forecast) -> np.ndarray:
         """
@@ -149,7 +165,10 @@ class AcceptanceForecaster:
             takes all slots before it too. Never rises along a row.
         """
         seen, accepted = self._seen[forecast.buckets], self._accepted[forecast.buckets]
-        rates = (accepted + _HEAD_WEIGHT * forecast.rates) / (seen + _HEAD_WEIGHT)
+        _, expected_by_slot, accepted_by_slot = self._by_slot
+        as_expected = (accepted_by_slot + _SLOT_WEIGHT) / (expected_by_slot + _SLOT_WEIGHT)
+        head_rates = np.minimum(forecast.rates * np.clip(as_expected, *_SLOT_BOUNDS), 1.0)
+        rates = (accepted + _HEAD_WEIGHT * head_rates) / (seen + _HEAD_WEIGHT)
         return np.cumprod(rates, axis=1)
 
     def learn(
@@ -171,9 +190,12 @@ class AcceptanceForecaster:
         is_rejected = (slots == count) & (slots < drafts)
         if len(ended):
             is_rejected &= ~np.asarray(ended, dtype=bool)[:, None]
+        is_seen = is_accepted | is_rejected
         np.add.at(self._accepted, forecast.buckets[is_accepted], 1.0)
-        np.add.at(self._seen, forecast.buckets[is_accepted | is_rejected], 1.0)
+        np.add.at(self._seen, forecast.buckets[is_seen], 1.0)
+        self._by_slot += [is_seen.sum(axis=0), (forecast.rates * is_seen).sum(axis=0), is_accepted.sum(axis=0)]
         # An exponential moving average by weight: what is full forgets as much as it takes in.
         excess = np.maximum(self._seen / _MEMORY_WEIGHT, 1.0)
         self._seen /= excess
         self._accepted /= excess
+        self._by_slot /= np.maximum(self._by_slot[0] / _MEMORY_WEIGHT, 1.0)

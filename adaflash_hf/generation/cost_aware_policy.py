@@ -30,16 +30,29 @@ __all__ = ["CostAwarePolicy", "shared_cost_aware_policy"]
 # Blocks whose forecasts stand for the next ones when nothing is drafted yet.
 _REMEMBERED_BLOCKS = 256
 _OUTLOOK_SAMPLES = 8
-# Fewer blocks than this say nothing yet; they are drafted whatever it costs, once.
+# Fewer blocks than this say nothing yet; they are drafted whatever it costs, once, for a few requests at a time.
 _LEAST_BLOCKS = 16
-# Rounds for which corrected costs and the outlook of drafting are good enough; more often is not worth its time.
+# What drafting must promise beyond plain decoding before it is done for all: so much where all is known well, and more
+# while that rests on few blocks or few rounds whose time was taken. A block's tokens vary by half their mean or so;
+# chance that looked like a gain would be paid for by all requests.
+_LEAST_GAIN = 0.02
+_UNSURE_GAIN = 0.2
+_BLOCKS_PER_ROUND = 8  # a timed round says as much about costs as so many blocks about drafts
+# Rounds for which corrected costs and the outlook of drafting are good enough, or for a share of the rounds so far if
+# they are few; more often is not worth its time.
 _KEPT_ROUNDS = 8
+_KEPT_SHARE = 8
 # Trials in a row that found what was expected halve the time that trials may cost, so many times at most.
 _MOST_HALVINGS = 2
-# Requests that a trial of drafting drafts for: enough to see how drafts fare, and a fraction of the cost of all.
+# Times what was expected, beyond which a round is not long for what was done in it.
+_LONGEST_ROUND = 2.0
+# Requests that a trial of drafting drafts for, and rows it verifies of each at least: enough to see how drafts fare,
+# and a fraction of the cost of all.
 _TRIAL_REQUESTS = 4
-# Rounds after which drafting that does not pay is given up until it does: features are not collected any more.
-_PATIENCE_ROUNDS = 16
+_TRIAL_LENGTH = 4
+# Rounds after which drafting that does not pay is given up until it does: features are not collected any more. Until
+# then they are held and nothing is made of them, which costs little but memory.
+_PATIENCE_ROUNDS = 128
 
 # What belongs to the models and the loop that a policy was last prepared for.
 _LEARNED = (
@@ -52,6 +65,7 @@ _LEARNED = (
     "_rounds_unpaid",
     "_kept",
     "_num_rounds",
+    "_num_timed",
 )
 
 _SHARED: weakref.WeakKeyDictionary[nn.Module, CostAwarePolicy] = weakref.WeakKeyDictionary()
@@ -69,7 +83,7 @@ class _Choice:
     """What `choose_lengths` leaves for `observe_round`."""
 
     forecast: Forecast
-    expected: LengthChoice
+    seconds: float  # expected of the round
 
 
 class CostAwarePolicy(LengthPolicy):
@@ -85,7 +99,8 @@ class CostAwarePolicy(LengthPolicy):
     The promise is never to be slower than plain decoding. So that both sides stay known, the one that is thought to
     be slower is tried now and then, as often as keeps the time lost by trying below `exploration_share` of all time,
     and a quarter of that once trials keep finding what was expected. In an engine a trial of drafting is one for a few
-    requests, and where drafting has not paid for some rounds nothing else is done for it.
+    requests, the very first ones included, and where drafting has not paid for some rounds nothing else is done for
+    it.
 
     Choices follow from hidden states, costs, and earlier rounds alone, never from the ids drafted now, so that sampled
     output keeps the target's distribution.
@@ -131,6 +146,7 @@ class CostAwarePolicy(LengthPolicy):
         self._rounds_unpaid = 0
         self._kept: dict[Hashable, tuple[int, Any]] = {}
         self._num_rounds = 0
+        self._num_timed = 0
 
     def prepare(self, bench: RoundBench) -> None:
         """Looks up or measures costs, unless that is done already for these models and this many requests."""
@@ -150,39 +166,54 @@ class CostAwarePolicy(LengthPolicy):
     # Choosing
 
     def wants_draft(self, num_active: int) -> bool:
-        plain_s = self._plain_seconds(num_active)
         outlook = self._outlook(num_active)
         if outlook is None:
             return True  # nothing is known of this drafter
-        is_draft_better = outlook.tok_per_s > num_active / plain_s
+        plain_s = self._plain_seconds(num_active)
+        is_draft_better = self._pays(outlook, num_active)
         if is_draft_better:
             lost_s = plain_s - num_active / outlook.tok_per_s
         elif self._is_packed:
-            lost_s = self._trial_seconds(num_active) - plain_s
+            lost_s = self._trial_loss(num_active)
         else:
             lost_s = outlook.seconds - outlook.tokens * plain_s / num_active
         return is_draft_better != (self._budget_s >= lost_s)
 
     def most_drafted(self, num_active: int) -> int:
-        return num_active if self._is_draft_better(num_active) else min(num_active, _TRIAL_REQUESTS)
+        outlook = self._outlook(num_active)
+        is_draft_better = outlook is not None and self._pays(outlook, num_active)
+        return num_active if is_draft_better else min(num_active, _TRIAL_REQUESTS)
 
     def keeps_context(self, num_active: int) -> bool:
-        return self._rounds_unpaid < _PATIENCE_ROUNDS or self._is_draft_better(num_active)
-
-    def _is_draft_better(self, num_active: int) -> bool:
-        """Also as long as nothing is known."""
         outlook = self._outlook(num_active)
-        return outlook is None or outlook.tok_per_s > num_active / self._plain_seconds(num_active)
+        return outlook is None or self._rounds_unpaid < _PATIENCE_ROUNDS or self._pays(outlook, num_active)
 
-    def _trial_seconds(self, num_active: int) -> float:
-        """A round with drafts for a few requests, at most."""
+    def drafter_changed(self) -> None:
+        for learned in (vars(self), *self._others.values()):
+            learned.update(_recent=None, _rounds_unpaid=0, _confirmations={}, _kept={}, _num_rounds=0)
+            if learned["_forecaster"] is not None:
+                learned["_forecaster"].drafter_changed()
 
-        def longest() -> float:
-            assert self._recent is not None
-            num_drafted, draft_length = min(num_active, _TRIAL_REQUESTS), self._recent.rates.shape[1]
-            return float(self._draft_round_seconds(num_active, num_drafted, draft_length, True)[-1])
+    def _pays(self, outlook: LengthChoice, num_active: int) -> bool:
+        """Whether drafting promises enough more than plain decoding."""
+        assert self._recent is not None
+        evidence = min(len(self._recent.rates), 1 + _BLOCKS_PER_ROUND * self._num_timed)
+        gain = _LEAST_GAIN + _UNSURE_GAIN / evidence**0.5
+        return outlook.tok_per_s > (1 + gain) * num_active / self._plain_seconds(num_active)
 
-        return self._keep(("trial", num_active), longest)
+    def _trial_loss(self, num_active: int) -> float:
+        """Seconds that a round with drafts for a few requests is expected to lose against plain decoding."""
+
+        def loss() -> float:
+            assert self._recent is not None and self._forecaster is not None
+            survival = self._forecaster.survival(self._recent)
+            num_drafted, drafts = min(num_active, _TRIAL_REQUESTS), min(_TRIAL_LENGTH - 1, survival.shape[1])
+            seconds = self._draft_round_seconds(num_active, num_drafted, survival.shape[1], True)[num_drafted * drafts]
+            accepted = num_drafted * float(survival[:, :drafts].sum(axis=1).mean())
+            plain_s = self._plain_seconds(num_active)
+            return float(seconds) - plain_s * (1 + accepted / num_active)
+
+        return self._keep(("trial", num_active), loss)
 
     def choose_lengths(
         self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, context: RoundContext
@@ -195,8 +226,13 @@ class CostAwarePolicy(LengthPolicy):
         seconds = self._keep(key, lambda: self._draft_round_seconds(*key))
         survival = self._forecaster.survival(forecast)
         expected = best_lengths(survival, context.longest, context.num_active, seconds, context.is_packed)
-        context.memo = _Choice(forecast, expected)
-        return expected.lengths
+        lengths = expected.lengths
+        if len(context.longest) <= self.most_drafted(context.num_active) < context.num_active:
+            # A trial is there to see, also of slots that were rejected when they were last seen.
+            least = [min(_TRIAL_LENGTH, bound) for bound in context.longest]
+            lengths = [max(pair) for pair in zip(lengths, least, strict=True)]
+        context.memo = _Choice(forecast, float(seconds[_index_of(lengths, context.is_packed)]))
+        return lengths
 
     def verify_lengths(self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, longest: int) -> list[int]:
         batch_size = hidden_states.shape[0]
@@ -222,7 +258,7 @@ class CostAwarePolicy(LengthPolicy):
     def _keep(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """What `compute` returns, or returned a few rounds ago."""
         computed_at, value = self._kept.get(key, (-_KEPT_ROUNDS, None))
-        if self._num_rounds - computed_at >= _KEPT_ROUNDS:
+        if self._num_rounds - computed_at >= min(_KEPT_ROUNDS, 1 + computed_at // _KEPT_SHARE):
             value = compute()
             self._kept[key] = (self._num_rounds, value)
         return value
@@ -275,6 +311,7 @@ class CostAwarePolicy(LengthPolicy):
         self._num_rounds += 1
         self._spend(context, outcome)
         if outcome.round_s is not None and outcome.round_s > 0:
+            self._num_timed += 1
             self._learn_costs(context, outcome, outcome.round_s)
         if isinstance(context.memo, _Choice):
             self._learn_acceptance(context.memo, outcome)
@@ -282,21 +319,25 @@ class CostAwarePolicy(LengthPolicy):
     def _spend(self, context: RoundContext, outcome: RoundOutcome) -> None:
         """Accounts for the time that a round of the slower side cost, by what it really took where that is known."""
         num_active = context.num_active
-        plain_s = self._plain_seconds(num_active)
         outlook = self._outlook(num_active)
         if outlook is None:
             return
-        round_s = outcome.round_s
-        if round_s is None:
-            round_s = outlook.seconds if outcome.drafted else plain_s
-        plain_tok_per_s = num_active / plain_s
-        is_draft_better = outlook.tok_per_s > plain_tok_per_s
+        plain_s = self._plain_seconds(num_active)
+        is_draft_better = self._pays(outlook, num_active)
         self._rounds_unpaid = 0 if is_draft_better else self._rounds_unpaid + 1
+        tok_per_s = outlook.tok_per_s if is_draft_better else num_active / plain_s
+        expected_s = context.memo.seconds if isinstance(context.memo, _Choice) else plain_s
+        if outcome.round_s is None:
+            # What else was done in it would have been done anyway: count as if it had been decoding alone.
+            round_s, committed = expected_s, num_active + sum(outcome.accepted)
+        else:
+            # A round that another process held up would otherwise forbid trials for a long time.
+            round_s, committed = min(outcome.round_s, _LONGEST_ROUND * expected_s), outcome.committed
         key = (_magnitude(num_active), is_draft_better)
         lost_s = 0.0
         # A round on the better side may have bad luck; only trials are paid for.
         if outcome.drafted != is_draft_better:
-            lost_s = max(round_s - outcome.committed / max(outlook.tok_per_s, plain_tok_per_s), 0.0)
+            lost_s = max(round_s - committed / tok_per_s, 0.0)
             self._confirmations[key] = self._confirmations.get(key, 0) + 1 if lost_s > 0 else 0
         halvings = min(self._confirmations.get(key, 0), _MOST_HALVINGS)
         self._budget_s += self.exploration_share * round_s / 2**halvings - lost_s
@@ -336,6 +377,11 @@ class CostAwarePolicy(LengthPolicy):
 def _magnitude(count: int) -> int:
     """Counts that share a correction: 1, 2, 3 to 4, 5 to 8, and so on."""
     return (count - 1).bit_length()
+
+
+def _index_of(lengths: Sequence[int], is_packed: bool) -> int:
+    """Where the seconds of a round with these verify lengths are found, see [`best_lengths`]."""
+    return sum(lengths) - len(lengths) if is_packed else max(lengths) - 1
 
 
 def _key_of(fingerprint: dict[str, str] | None) -> Hashable:

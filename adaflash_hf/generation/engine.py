@@ -100,7 +100,9 @@ class AdaFlashEngine:
         self._prepacking = AutomaticPrepacking(target, drafter)
         self._preparation = RequestPreparation(target, tokenizer, draft_proposal)
         self._recorder = EngineRecorder(unwrap_model(target).device)
-        self._rounds = EngineRounds(target, drafter, self.policy, self._recorder, prefill_chunk_tokens)
+        self._rounds = EngineRounds(
+            target, drafter, self.policy, self._recorder, prefill_chunk_tokens, memory_limit_bytes is not None
+        )
         self._scheduler: Scheduler[GenerationRequest] = Scheduler(config, self._rounds.gauge)
         self._ids = itertools.count()
         self._inbox: deque[GenerationRequest] = deque()
@@ -417,6 +419,8 @@ class AdaFlashEngine:
 
     @drafter_version.setter
     def drafter_version(self, version: int) -> None:
+        if version != self._rounds.drafter_version and self.policy is not None:
+            self.policy.drafter_changed()
         self._rounds.drafter_version = version
 
     def between_rounds(self, callback: Callable[[], Any]) -> Callable[[], None]:

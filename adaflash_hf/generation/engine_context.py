@@ -49,11 +49,11 @@ class DrafterContext:
         Args:
             running (`Sequence[GenerationRequest]`): All that have places in the caches.
         """
-        num_active = sum(request.state is RequestState.DECODING for request in running) or len(running)
-        keeps_all = self._policy.keeps_context(num_active)
-        # Without that, a draft is a trial. Whoever has no gap yet may serve for it.
-        self.is_wanted = keeps_all or self._policy.wants_draft(num_active)
-        if keeps_all:
+        num_active = len(running)
+        keeps_all, wants_draft = self._policy.keeps_context(num_active), self._policy.wants_draft(num_active)
+        self.is_wanted = keeps_all or wants_draft
+        # A draft for some is a trial. Whoever has no gap yet may serve for it.
+        if keeps_all and wants_draft and self._policy.most_drafted(num_active) >= num_active:
             self._catch_up(running)
 
     def is_complete(self, request: GenerationRequest) -> bool:

@@ -13,7 +13,7 @@ from .engine_context import DrafterContext
 from .engine_requests import GenerationRequest, RequestState
 from .engine_verdicts import Block, Verdict, judge_blocks, sample_drafts
 from .length_policies import LengthPolicy, RoundContext, RoundOutcome
-from .packed_drafter import MOST_PENDING_TOKENS, PackedDrafter
+from .packed_drafter import FEW_PENDING_TOKENS, MOST_PENDING_TOKENS, PackedDrafter
 from .packed_target import LogitsFor, PackedOutputs, PackedTarget
 from .scheduler import MemoryGauge
 from .statistics import StatisticsRecorder
@@ -71,6 +71,7 @@ class EngineRounds:
         policy (`LengthPolicy`, *optional*): How many rows to verify; needed with a drafter.
         recorder (`StatisticsRecorder`): Counts rounds and times phases.
         prefill_chunk_tokens (`int`): Most prompt tokens of a request per round, for the forecast of memory.
+        is_memory_limited (`bool`): Whether features should be held for a short while only.
     """
 
     def __init__(
@@ -80,9 +81,11 @@ class EngineRounds:
         policy: LengthPolicy | None,
         recorder: StatisticsRecorder,
         prefill_chunk_tokens: int,
+        is_memory_limited: bool,
     ):
         self.target = PackedTarget(target)
-        self.drafter = None if drafter is None else PackedDrafter(drafter, target)
+        most_pending = FEW_PENDING_TOKENS if is_memory_limited else MOST_PENDING_TOKENS
+        self.drafter = None if drafter is None else PackedDrafter(drafter, target, most_pending)
         self.policy = policy
         self.recorder = recorder
         self.drafter_version = 0
@@ -91,6 +94,7 @@ class EngineRounds:
             () if self.drafter is None else self.drafter.base_drafter.config.target_layer_ids
         )
         self._feature_bytes = 0
+        self._num_running = 0
         self._context: DrafterContext | None = None
         if self.drafter is not None and policy is not None:
             self._context = DrafterContext(self.target, self.drafter, policy, self._reopen, prefill_chunk_tokens)
@@ -136,7 +140,7 @@ class EngineRounds:
         """Bytes that one request of so many tokens takes in both caches, features on their way included."""
         if self.drafter is None:
             return self.target.bytes_for(num_tokens)
-        waiting = min(num_tokens, MOST_PENDING_TOKENS) * self._feature_bytes
+        waiting = min(num_tokens, self.drafter.most_pending_tokens) * self._feature_bytes
         return self.target.bytes_for(num_tokens) + self.drafter.bytes_for(num_tokens) + waiting
 
     def forecast_bytes(self, requests: Sequence[GenerationRequest], growth: int) -> int:
@@ -148,11 +152,12 @@ class EngineRounds:
         if self.drafter is None:
             return total
         lengths = {request.drafter_slot: request.num_tokens + growth for request in growing}
-        waiting = sum(min(request.num_tokens + growth, MOST_PENDING_TOKENS) for request in requests)
-        block = self.drafter.config.block_size
+        block, most_pending = self.drafter.config.block_size, self.drafter.most_pending_tokens
+        waiting = sum(min(request.num_tokens + growth, most_pending) for request in requests)
         opening = [length + block for length in opening]
         lengths = {slot: length + block for slot, length in lengths.items()}
-        drafter = self.drafter.cache.forecast_bytes(lengths, growth + block + MOST_PENDING_TOKENS, opening)
+        at_once = max(growth, self._prefill_chunk_tokens) + block + most_pending
+        drafter = self.drafter.cache.forecast_bytes(lengths, at_once, opening)
         return total + drafter + waiting * self._feature_bytes
 
     @property
@@ -164,6 +169,7 @@ class EngineRounds:
 
     def follow(self, running: Sequence[GenerationRequest]) -> None:
         """Begins a round: some requests may go back to prefill, see [`DrafterContext`]."""
+        self._num_running = len(running)
         if self._context is not None:
             self._context.follow(running)
 
@@ -204,15 +210,20 @@ class EngineRounds:
     def _draft(self, decoding: list[GenerationRequest]) -> _Drafts:
         drafts = _Drafts([1] * len(decoding))
         context, policy = self._context, self.policy
-        if context is None or policy is None or not decoding or not policy.wants_draft(len(decoding)):
+        if context is None or policy is None or not decoding or not policy.wants_draft(self._num_running):
             return drafts
         longest = [min(self.longest_verify_length, request.remaining) for request in decoding]
         complete = [context.is_complete(request) for request in decoding]
         members = [index for index, bound in enumerate(longest) if bound > 1 and complete[index]]
-        # The newest, if it shall not be all: they live longest.
-        members = members[-policy.most_drafted(len(decoding)) :]
         if not members:
             return drafts
+        assert self.drafter is not None
+        if policy.most_drafted(self._num_running) < self._num_running:
+            # Those whose features are projected already, for the others pay for all of theirs; then the newest, which
+            # live longest.
+            waiting = {index: self.drafter.num_pending(decoding[index].drafter_slot) for index in members}
+            cheapest = sorted(members, key=lambda index: (waiting[index], -index))
+            members = sorted(cheapest[: policy.most_drafted(self._num_running)])
         with self.recorder.phase("draft"):
             self._run_drafter(decoding, members, longest, drafts)
         return drafts
@@ -224,7 +235,7 @@ class EngineRounds:
         requests = [decoding[index] for index in members]
         context = RoundContext(
             longest=[longest[index] for index in members],
-            num_active=len(decoding),
+            num_active=self._num_running,
             request_ids=[request.arrival for request in requests],
             num_generated=[len(request.tokens) for request in requests],
         )
@@ -389,9 +400,8 @@ class EngineRounds:
     ) -> None:
         if self.policy is None or not drafts.lengths:
             return
-        num_active = len(drafts.lengths)
-        members = drafts.drafted or list(range(num_active))
-        context = drafts.context or RoundContext([1] * num_active, num_active)
+        members = drafts.drafted or list(range(len(drafts.lengths)))
+        context = drafts.context or RoundContext([1] * len(members), self._num_running)
         outcome = RoundOutcome(
             verify_lengths=[drafts.lengths[index] for index in members],
             accepted=[accepted[index] for index in members],

@@ -47,7 +47,8 @@ class RoundContext:
         longest (`Sequence[int]`):
             Per drafted request, the largest verify length its remaining budget allows, the anchor included.
         num_active (`int`):
-            Requests the target's forward serves this round, those that do not draft included.
+            Requests that share the target's forward, those that do not draft included; in the engine also those
+            whose prompt is still being read, which will be decoding soon.
         is_packed (`bool`, defaults to `True`):
             Whether the target sees the sum of the verify lengths (the engine); otherwise a rectangle as wide as the
             longest of them (`generate()`).
@@ -170,7 +171,7 @@ class LengthPolicy(ABC):
         Whether the drafter shall run this round; asked before it does.
 
         Args:
-            num_active (`int`): Requests the target's forward will serve.
+            num_active (`int`): As in [`RoundContext`].
         """
         return True
 
@@ -179,7 +180,7 @@ class LengthPolicy(ABC):
         How many requests the drafter shall run for at most when it runs, in an engine; all of them by default.
 
         Args:
-            num_active (`int`): Requests the target's forward will serve.
+            num_active (`int`): As in [`RoundContext`].
         """
         return num_active
 
@@ -188,10 +189,11 @@ class LengthPolicy(ABC):
         Whether an engine shall keep the drafter's context up to date, so that it can draft in any round.
 
         While this is false no features are collected, and only requests that happen to lack none are drafted for. When
-        it is true again, the engine runs the target once more over the tokens that others lack.
+        it is true again and all are to be drafted for, the engine runs the target once more over the tokens that the
+        others lack.
 
         Args:
-            num_active (`int`): Requests the target's forward will serve.
+            num_active (`int`): As in [`RoundContext`].
         """
         return True
 
@@ -206,6 +208,9 @@ class LengthPolicy(ABC):
         Args:
             bench (`RoundBench`): Runs single target steps and drafts of any size, outside of all requests.
         """
+
+    def drafter_changed(self) -> None:  # noqa: B027 - a hook, most policies do not learn
+        """Told when the drafter's weights were exchanged: what was seen of the old ones may not hold any more."""
 
     def observe(self, verify_length: int, accepted: int) -> None:  # noqa: B027 - a hook, most policies do not learn
         """Told after each row-round how many of the `verify_length - 1` drafts were accepted."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from transformers.modeling_utils import PreTrainedModel
@@ -20,8 +20,16 @@ from .visibility import drafter_visibility
 
 __all__ = ["PackedDrafter", "PackedDrafts"]
 
-# Features of this many tokens are turned into keys and values at once: they take more memory than those do.
-MOST_PENDING_TOKENS = 128
+# Features of so many tokens of a request are held until somebody drafts for it. Beyond, they are turned into keys and
+# values, which take less memory.
+MOST_PENDING_TOKENS = 512
+# The same where memory is limited, and features would take the place of requests.
+FEW_PENDING_TOKENS = 128
+# Features come as views of what a round gave to all requests, which lives as long as one of them. After so many rounds
+# a request's own are put together.
+_MOST_VIEWS = 32
+# Features of all requests that a forward pass takes in at most, beside those of one request.
+_TOKENS_AT_ONCE = 4096
 
 
 @dataclass
@@ -39,15 +47,46 @@ class PackedDrafts:
     logits: torch.Tensor | None = None
 
 
+@dataclass
+class _Pending:
+    """
+    Features that a slot was given and no keys and values were made of.
+
+    Attributes:
+        pieces (`list[torch.Tensor]`): In order.
+        num_tokens (`int`): Tokens of all pieces.
+        num_views (`int`): Pieces at the end that are views of more.
+    """
+
+    pieces: list[torch.Tensor] = field(default_factory=list)
+    num_tokens: int = 0
+    num_views: int = 0
+
+    def add(self, features: torch.Tensor) -> None:
+        self.pieces.append(features)
+        self.num_tokens += features.shape[0]
+        self.num_views += 1
+        if self.num_views == _MOST_VIEWS:
+            self.pieces[-_MOST_VIEWS:] = [torch.cat(self.pieces[-_MOST_VIEWS:])]
+            self.num_views = 0
+
+
 class PackedDrafter(PackedModel):
     """The drafter and the context of all requests that it drafts for.
+
+    What the target says of a request's tokens is only held until a draft is wanted: a request that ends without one
+    costs the drafter nothing.
 
     Args:
         drafter (`PreTrainedModel`): A DFlash drafter, possibly wrapped by PEFT or `torch.compile`.
         target (`PreTrainedModel`): Lends its embeddings and its output projection.
+        most_pending_tokens (`int`): Tokens of a request from which on its features are not held any longer.
     """
 
-    def __init__(self, drafter: PreTrainedModel, target: PreTrainedModel):
+    def __init__(
+        self, drafter: PreTrainedModel, target: PreTrainedModel, most_pending_tokens: int = MOST_PENDING_TOKENS
+    ):
+        self.most_pending_tokens = most_pending_tokens
         self.base_drafter = unwrap_model(drafter)
         self.config = self.base_drafter.config
         super().__init__(drafter, drafter_visibility(self.config), self.config)
@@ -57,29 +96,32 @@ class PackedDrafter(PackedModel):
         self.longest_verify_length = self.config.draft_length + 1  # rows at most, the anchor included
         self._embedder = BlockEmbedder(self.base_drafter, target.get_input_embeddings())
         self._head = DraftHead(self.base_drafter, target.get_output_embeddings())
-        self._pending: dict[int, list[torch.Tensor]] = {}
-        self._num_pending: dict[int, int] = {}
+        self._pending: dict[int, _Pending] = {}
 
     def allocate(self, expected_tokens: int = 0) -> int:
         """Opens a slot for a request. Slots are the drafter's own, not the target's."""
         slot = super().allocate(expected_tokens + self.config.block_size if expected_tokens else 0)
-        self._pending[slot], self._num_pending[slot] = [], 0
+        self._pending[slot] = _Pending()
         return slot
 
     def release(self, slot: int) -> None:
         """Closes a slot and drops its features."""
         super().release(slot)
-        del self._pending[slot], self._num_pending[slot]
+        del self._pending[slot]
 
     def length(self, slot: int) -> int:
         """Committed tokens whose features the slot was given: the position of its next anchor."""
-        return self.cache.length(slot) + self._num_pending[slot]
+        return self.cache.length(slot) + self.num_pending(slot)
+
+    def num_pending(self, slot: int) -> int:
+        """Tokens of the slot that the next draft for it makes keys and values of."""
+        return self._pending[slot].num_tokens
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of the context's buffers and of features not drafted from yet."""
-        pending = sum(piece.nbytes for pieces in self._pending.values() for piece in pieces)
-        return super().memory_bytes + pending
+        features = sum(piece.nbytes for pending in self._pending.values() for piece in pending.pieces)
+        return super().memory_bytes + features
 
     def extend(self, slot: int, features: torch.Tensor) -> None:
         """Adds the target's features of newly committed tokens, in order and without gaps.
@@ -92,9 +134,8 @@ class PackedDrafter(PackedModel):
             raise InvalidInputError(f"`slot` is {slot}, which is not open; open are {sorted(self._pending)}.")
         if features.shape[0] == 0:
             return
-        self._pending[slot].append(features.to(device=self.device))
-        self._num_pending[slot] += features.shape[0]
-        if self._num_pending[slot] >= MOST_PENDING_TOKENS:
+        self._pending[slot].add(features.to(device=self.device))
+        if self.num_pending(slot) >= self.most_pending_tokens:
             self._absorb(slot)
 
     @torch.no_grad()
@@ -119,16 +160,22 @@ class PackedDrafter(PackedModel):
             raise InvalidInputError(
                 f"`anchor_ids` has shape {tuple(anchors.shape)} for {len(slots)} slots; pass one id for each."
             )
+        at_once = sum(map(self.num_pending, slots))
+        for slot in sorted(slots, key=self.num_pending, reverse=True):
+            if at_once <= _TOKENS_AT_ONCE:
+                break
+            at_once -= self.num_pending(slot)
+            self._absorb(slot)
         return self._run_blocks(slots, anchors)
 
     def _run_blocks(self, slots: Sequence[int], anchors: torch.Tensor) -> torch.Tensor:
         block_size = self.config.block_size
-        new = [self._num_pending[slot] for slot in slots]
+        new = [self.num_pending(slot) for slot in slots]
         cached = [self.cache.length(slot) for slot in slots]
         # All contexts come first, then all blocks.
         anchors_at = [first + count for first, count in zip(cached, new, strict=True)]
         positions = flat_ranges(cached, new) + flat_ranges(anchors_at, [block_size] * len(slots))
-        pieces = [piece for slot in slots for piece in self._pending[slot]]
+        pieces = [piece for slot in slots for piece in self._pending[slot].pieces]
         context = torch.cat(pieces)[None] if pieces else None
         blocks = self._embedder.blocks(anchors)  # (n, block_size, hidden_size)
         with self._step(slots, [block_size] * len(slots), new, keep=False):
@@ -139,7 +186,7 @@ class PackedDrafter(PackedModel):
                 cache=self.cache,
             ).last_hidden_state
         for slot in slots:
-            self._pending[slot], self._num_pending[slot] = [], 0
+            self._pending[slot] = _Pending()
         return hidden_states.view(blocks.shape)
 
     @torch.no_grad()

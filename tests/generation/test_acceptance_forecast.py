@@ -65,13 +65,40 @@ def test_bias_is_learned_from_however_few_rows(verify_length: int) -> None:
 
 def test_buckets_are_apart() -> None:
     forecaster = AcceptanceForecaster(7, 8)
-    forecast = forecaster.forecast(stand_in_drafter(), states([0.2, 0.8]))
+    forecast = forecaster.forecast(stand_in_drafter(), states([0.2, 0.5, 0.8]))
     before = forecaster.survival(forecast)
-    for _ in range(30):
-        forecaster.learn(forecast, [8, 1], [0, 0])
+    for _ in range(60):
+        forecaster.learn(forecast, [8, 1, 8], [0, 0, 6])
     after = forecaster.survival(forecast)
-    assert after[0, 0] < 0.5 * before[0, 0]
-    np.testing.assert_array_equal(after[1], before[1])
+    assert after[0, 0] < 0.1 and after[2, 5] > 0.85
+    # Of what it was not seen to be wrong about, the head has the word.
+    assert before[1, 0] * 0.7 < after[1, 0] < before[1, 0]
+
+
+def test_a_few_blocks_show_how_sure_the_head_may_be() -> None:
+    """It expects 3 of 7 where 1 is accepted; blocks that it says something else of are forecast better by that."""
+    forecaster = AcceptanceForecaster(7, 8)
+    other = forecaster.forecast(stand_in_drafter(), states([0.4]))
+    before = forecaster.survival(other)[0]
+    for ratio in (0.45, 0.52, 0.58, 0.65):
+        forecast = forecaster.forecast(stand_in_drafter(), states([ratio] * 4))
+        forecaster.learn(forecast, [4] * 4, [2, 1, 1, 0])
+    after = forecaster.survival(other)[0]
+    assert before[:3].sum() > 1.5 and after[:3].sum() < 1.3
+    # Slots that were never verified keep what the head says of them, given those before.
+    np.testing.assert_allclose(after[4:] / after[3:-1], before[4:] / before[3:-1])
+
+
+def test_another_drafter_is_believed_soon() -> None:
+    forecaster = AcceptanceForecaster(7, 8)
+    forecast = forecaster.forecast(stand_in_drafter(), states([0.5] * 4))
+    for _ in range(200):
+        forecaster.learn(forecast, [8] * 4, [0] * 4)
+    stubborn = forecaster.survival(forecast)[0, 0]
+    forecaster.drafter_changed()
+    for _ in range(4):
+        forecaster.learn(forecast, [8] * 4, [7] * 4)
+    assert stubborn < 0.05 and forecaster.survival(forecast)[0, 0] > 0.6
 
 
 def test_a_request_that_ended_was_not_rejected() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from plain_comparison import (
     ragged_batch,
     shared_target,
 )
-from simulated_rounds import Simulation, simulated_table, stand_in_drafter
+from simulated_rounds import MEASURED_ACCEPTANCE, MEASURED_CPU, Simulation, simulated_table, stand_in_drafter
 
 from adaflash_hf import AdaFlashEngine, CostAwarePolicy, FixedLengthPolicy, InvalidInputError, RoundContext
 from adaflash_hf.generation.length_policies import build_length_policy
@@ -73,6 +73,50 @@ def test_follows_concurrency_as_it_changes() -> None:
         windows = [run.speedups[first : first + 100] for first in range(400 + phase * 100, 1600, 400)]
         pairs = [pair for window in windows for pair in window]
         assert sum(plain for plain, _ in pairs) / sum(seconds for _, seconds in pairs) > floor, phase
+
+
+def on_measured_machine(num_active: int, seed: int = 0, acceptance: Sequence[float] = MEASURED_ACCEPTANCE):
+    """A policy that knows nothing of the drafter, whose head expects twice what is accepted, and its simulation."""
+    policy = cost_aware(table=MEASURED_CPU.table())
+    run = Simulation(lambda number: acceptance, always(num_active), machine=MEASURED_CPU, head_bias=1.9, seed=seed)
+    return policy, run
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("num_active", [32, 64, 128])
+def test_not_slower_than_plain_from_the_first_token_on(num_active: int, seed: int) -> None:
+    """Requests of 96 tokens each: there is no time to make good for a dear beginning."""
+    policy, run = on_measured_machine(num_active, seed)
+    assert run.run(policy, 200, num_tokens=96 * num_active).speedup() >= 0.98
+
+
+def test_one_request_is_drafted_for_from_the_first_token_on() -> None:
+    """Twenty requests of 96 tokens, one after the other."""
+    policy, run = on_measured_machine(1)
+    assert run.run(policy, 2000, num_tokens=20 * 96).speedup() >= 1.5
+    assert sum(run.drafted[:40]) > 30
+
+
+def test_an_unknown_drafter_is_tried_on_a_few_requests() -> None:
+    policy, run = on_measured_machine(64)
+    assert policy.wants_draft(64) and policy.keeps_context(64)
+    assert [policy.most_drafted(count) for count in (1, 3, 64)] == [1, 3, 4]
+    run.run(policy, 4)
+    assert run.drafted == [True] * 4  # sixteen blocks say enough
+    assert not policy.wants_draft(64) and policy.keeps_context(64)
+
+
+@pytest.mark.parametrize("num_active", [8, 32])
+def test_a_better_drafter_is_adopted_soon(num_active: int) -> None:
+    """After 300 rounds without use a much better version is loaded."""
+    policy, run = on_measured_machine(num_active)
+    run.run(policy, 300)
+    assert run.speedup() > 0.98
+    policy.drafter_changed()
+    _, better = on_measured_machine(num_active, seed=1, acceptance=(0.9, 0.8, 0.7, 0.6, 0.5, 0.42, 0.35))
+    better.run(policy, 60)
+    assert sum(committed > 1.5 * num_active for committed in better.committed[:20]) > 10
+    assert better.speedup(first=20) > 1.35
 
 
 def test_more_rows_where_they_are_cheap() -> None:
@@ -164,7 +208,7 @@ def test_what_was_learned_of_two_loops_is_kept_apart() -> None:
 
     policy, one, other = cost_aware(), Bench("one"), Bench("other")
     policy.prepare(one)
-    Simulation(always(0.1), always(8)).run(policy, 100)
+    Simulation(always(0.1), always(8)).run(policy, 150)
     assert not policy.keeps_context(8)
     policy.prepare(other)
     assert policy.wants_draft(8) and policy.keeps_context(8)  # nothing is known here

@@ -111,6 +111,113 @@ def test_a_gap_is_filled_as_if_it_had_never_been(
         assert handle.result().sequence_ids == expected
 
 
+class Keeping(Switched):
+    """Has features collected while it does not draft."""
+
+    def keeps_context(self, num_active: int) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("most_pending_tokens", [512, 8])
+def test_features_are_only_held_while_nobody_drafts(most_pending_tokens: int) -> None:
+    """A request that ends without a draft never runs the drafter; drafts for another one are as if never off."""
+    target = engine_target()
+    engines: list[AdaFlashEngine] = []
+    blocks: list[list[int]] = []
+    for _ in range(2):
+        drafter = tiny_drafter(target, target_layer_ids=[0, 1], num_hidden_layers=1)
+        restore_linear_layers(drafter)  # prepacked within rounds alone, its weights would be rounded there alone
+        engines.append(AdaFlashEngine(target, drafter, length_policy=Keeping(limit=1), prefill_chunk_tokens=16))
+        blocks.append([])
+        drafter.register_forward_hook(lambda *args, runs=blocks[-1]: runs.append(1))
+    always, switched = engines
+    assert isinstance(switched.policy, Keeping) and switched._rounds.drafter is not None
+    switched.policy.is_on = False
+    switched._rounds.drafter.most_pending_tokens = most_pending_tokens
+    answers = []
+    for engine in engines:
+        for _ in range(2):
+            engine.submit(prompt_ids(6), max_new_tokens=20, do_sample=False).result()
+        handle = engine.submit(prompt_ids(6), max_new_tokens=60, do_sample=False)
+        while len(handle.token_ids) < 30:
+            engine.step()
+        answers.append(handle)
+    assert blocks[0] and bool(blocks[1]) == (most_pending_tokens == 8)
+    torch.testing.assert_close(drafted_states(switched), drafted_states(always), atol=1e-5, rtol=1e-5)
+    switched.policy.is_on = True
+    before = len(blocks[1])
+    assert answers[0].result().token_ids == answers[1].result().token_ids
+    assert len(blocks[1]) > before
+
+
+def test_features_are_held_for_a_shorter_while_where_memory_is_limited() -> None:
+    engines = [
+        AdaFlashEngine(engine_target(), engine_oracle(), memory_limit_bytes=limit) for limit in (None, 10_000_000)
+    ]
+    bounds = [engine._rounds.drafter.most_pending_tokens for engine in engines if engine._rounds.drafter]
+    assert bounds == [512, 128]
+    assert engines[0].memory_bytes_for(600) > engines[1].memory_bytes_for(600)
+    assert engines[0].memory_bytes_for(128) == engines[1].memory_bytes_for(128)
+
+
+def test_a_trial_stays_with_whose_features_are_projected() -> None:
+    """Every other request would pay for all of its context."""
+    policy = Keeping(limit=2)
+    engine = AdaFlashEngine(engine_target(), engine_oracle(), length_policy=policy, max_concurrency=4)
+    policy.is_on, policy.is_trying, policy.trial_requests = False, True, 2
+    submit(engine, 4)
+    while any(request.state is not RequestState.DECODING for request in requests_of(engine)) or not requests_of(
+        engine
+    ):
+        engine.step()
+    drafter = engine._rounds.drafter
+    assert drafter is not None
+    pending = [[drafter.num_pending(request.drafter_slot) for request in requests_of(engine)]]
+    for _ in range(5):
+        engine.step()
+        pending.append([drafter.num_pending(request.drafter_slot) for request in requests_of(engine)])
+    followed = [index for index in range(4) if pending[-1][index] <= 2]
+    assert len(followed) == 2
+    for before, after in zip(pending[1:], pending[2:], strict=False):
+        assert all(after[index] > before[index] for index in range(4) if index not in followed)
+
+
+def test_nobody_catches_up_for_a_trial() -> None:
+    policy = Keeping(limit=1)
+    engine = AdaFlashEngine(engine_target(), engine_oracle(), length_policy=policy, max_concurrency=4)
+    policy.is_on = False
+    submit(engine, 3)
+    engine.step()
+    rounds = engine._rounds
+    assert rounds.drafter is not None
+    rounds.drafter.extend = lambda slot, features: None  # type: ignore[method-assign]
+    for _ in range(4):
+        engine.step()
+    del rounds.drafter.extend
+    lags = [lag(engine, index) for index in range(3)]
+    assert min(lags) > 0
+    policy.is_trying, policy.trial_requests = True, 1
+    engine.step()
+    assert [lag(engine, index) for index in range(3)] == [count + 1 for count in lags]
+    policy.trial_requests = None
+    engine.step()
+    assert [lag(engine, index) for index in range(3)] == [0, 0, 0]
+
+
+def test_the_policy_is_told_of_another_drafter() -> None:
+    class Told(Switched):
+        changes = 0
+
+        def drafter_changed(self) -> None:
+            self.changes += 1
+
+    policy = Told()
+    engine = AdaFlashEngine(engine_target(), engine_oracle(), length_policy=policy)
+    for version in (0, 3, 3, 4):
+        engine.drafter_version = version
+    assert policy.changes == 2
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_traffic_under_a_policy_that_changes_its_mind(architecture: str, seed: int) -> None:

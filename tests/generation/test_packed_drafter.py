@@ -13,12 +13,14 @@ from tiny_models import BLOCK_SIZE, tiny_drafter
 from torch import nn
 
 from adaflash_hf.errors import InvalidInputError
+from adaflash_hf.generation import packed_drafter
 from adaflash_hf.generation.block_inputs import BlockEmbedder
 from adaflash_hf.generation.compatibility import unwrap_model
-from adaflash_hf.generation.packed_drafter import MOST_PENDING_TOKENS, PackedDrafter
+from adaflash_hf.generation.packed_drafter import PackedDrafter
 
 
 FEATURE_SIZE = 64
+PENDING = 64
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
@@ -47,8 +49,8 @@ def alone(drafter: nn.Module, context: torch.Tensor, anchor: int) -> torch.Tenso
 def replay(drafter: nn.Module, rounds: int = 8) -> None:
     """Requests with contexts of different lengths join and draft in changing company."""
     generator = random.Random(0)
-    packed = PackedDrafter(drafter, shared_target())
-    contexts = [features(length + 60, seed) for seed, length in enumerate((60, 2, MOST_PENDING_TOKENS + 9, 30))]
+    packed = PackedDrafter(drafter, shared_target(), most_pending_tokens=PENDING)
+    contexts = [features(length + 60, seed) for seed, length in enumerate((60, 2, PENDING + 9, 30))]
     slots, given = [packed.allocate() for _ in contexts], [0] * len(contexts)
     for _ in range(rounds):
         chosen = generator.sample(range(len(contexts)), generator.randint(1, len(contexts)))
@@ -119,12 +121,47 @@ def test_features_are_dropped_once_drafted_from() -> None:
 
 def test_long_contexts_do_not_wait_for_a_draft() -> None:
     """Features of a long prompt take more memory than its keys and values."""
+    packed = PackedDrafter(tiny_drafter(shared_target()), shared_target(), most_pending_tokens=PENDING)
+    slot = packed.allocate()
+    for begin in range(0, 5 * PENDING, 20):
+        packed.extend(slot, features(20, begin))
+        assert packed.memory_bytes - packed.cache.memory_bytes < PENDING * FEATURE_SIZE * 4
+    assert packed.length(slot) == 5 * PENDING
+
+
+@pytest.mark.parametrize("variant", ["full", "sliding"])
+def test_features_held_for_long_are_worth_the_same(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether keys and values are made token by token, in portions, or when a draft is wanted at last."""
+    drafter = tiny_drafter(shared_target(), **VARIANTS[variant])
+    contexts = [features(length, length) for length in (90, 37, 1, 80)]
+    blocks = []
+    # Of the last, only 100 tokens are taken in at once: the longest contexts go first, alone.
+    for most_pending, at_once in ((1, 4096), (16, 4096), (1000, 4096), (1000, 100)):
+        monkeypatch.setattr(packed_drafter, "_TOKENS_AT_ONCE", at_once)
+        packed = PackedDrafter(drafter, shared_target(), most_pending_tokens=most_pending)
+        slots = [packed.allocate() for _ in contexts]
+        for slot, context in zip(slots, contexts, strict=True):
+            for token in context:
+                packed.extend(slot, token[None])
+        if most_pending == 1000:
+            assert [packed.num_pending(slot) for slot in slots] == [90, 37, 1, 80]
+            assert packed.cache.memory_bytes == 0
+        blocks.append(packed.draft(slots, [5, 6, 7, 8]))
+        assert not any(packed.num_pending(slot) for slot in slots)
+    expected = [alone(drafter, context, 5 + index) for index, context in enumerate(contexts)]
+    for found in blocks:
+        torch.testing.assert_close(found, torch.stack(expected), **TOLERANCE)
+
+
+def test_features_of_others_are_not_held() -> None:
+    """Pieces are views of what a round gave to all requests."""
     packed = PackedDrafter(tiny_drafter(shared_target()), shared_target())
     slot = packed.allocate()
-    for begin in range(0, 5 * MOST_PENDING_TOKENS, 40):
-        packed.extend(slot, features(40, begin))
-        assert packed.memory_bytes - packed.cache.memory_bytes < MOST_PENDING_TOKENS * FEATURE_SIZE * 4
-    assert packed.length(slot) == 5 * MOST_PENDING_TOKENS
+    for number in range(100):
+        packed.extend(slot, features(50, number)[number % 50 : number % 50 + 1])
+    pieces = packed._pending[slot].pieces
+    assert packed.num_pending(slot) == 100
+    assert sum(piece.untyped_storage().nbytes() > piece.nbytes for piece in pieces) == 100 % 32
 
 
 class TestProject:
