@@ -158,8 +158,10 @@ class BufferDatabase:
         return self._connection
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
+        # Counted first: tables and application id appear together, so whoever has seen the ones will see the other.
+        is_empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
         application = connection.execute("PRAGMA application_id").fetchone()[0]
-        is_new = application == 0 and connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+        is_new = is_empty and application == 0
         if not is_new and application != APPLICATION_ID:
             raise ReplayBufferError(
                 f"`buffer` is {str(self.path)!r}, another program's SQLite file (application id {application:#x}); "

@@ -176,6 +176,7 @@ class OnlineTrainer:
     def resume(self) -> None:
         """Go on where the last trainer ended, or begin."""
         self._report("starting")
+        self.store.clean()
         if self.publisher.pointer() is None:
             self._publish_original()
         identity = self.buffer.identity()

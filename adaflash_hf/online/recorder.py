@@ -244,32 +244,31 @@ class TrajectoryRecorder:
 
     def _run(self) -> None:
         waiting: list[RecordedTrajectory] = []
-        pause_s = 0.0
+        taken, pause_s = 0, 0.0
         while not self._closing.is_set():
-            waiting += self._take(_BATCH - len(waiting))
-            if waiting and self._write(waiting):
-                for _ in waiting:
+            found = self._take(_BATCH - len(waiting))
+            taken += len(found)
+            waiting += [one for one in found if one is not None]
+            if not waiting or self._write(waiting):
+                # Those with nothing to write, too, only now: a mark behind them is behind what came before them.
+                for _ in range(taken):
                     self._task_done()
-                waiting, pause_s = [], 0.0
-            elif waiting:
+                waiting, taken, pause_s = [], 0, 0.0
+            else:
                 pause_s = min(max(2 * pause_s, 0.1), _LONGEST_PAUSE_S)
                 self._closing.wait(pause_s)
         self._counts.lost += len(waiting) + self._queue.qsize()
 
-    def _take(self, count: int) -> list[RecordedTrajectory]:
-        """What has come in, waiting a moment for the first of it and for others to join."""
-        taken: list[RecordedTrajectory] = []
+    def _take(self, count: int) -> list[RecordedTrajectory | None]:
+        """What has come in, waiting a moment for the first of it and for others to join; None is nothing to write."""
+        taken: list[RecordedTrajectory | None] = []
         deadline = time.monotonic() + self._flush_interval_s
         while len(taken) < count:
             try:
                 result = self._queue.get(timeout=max(deadline - time.monotonic(), 0.001))
             except queue.Empty:
                 break
-            trajectory = self._trajectory_of(result)
-            if trajectory is None:
-                self._task_done()
-            else:
-                taken.append(trajectory)
+            taken.append(self._trajectory_of(result))
         return taken
 
     def _task_done(self) -> None:

@@ -129,11 +129,14 @@ class ReplayBuffer:
         path (`str` or `Path`):
             The file; made if it is not there.
         settings (`BufferSettings`, *optional*):
-            Limits and target; by default those the file has, or the defaults for a new one.
+            Limits and target; by default those the file has, or the defaults for a new one. Those of a new one are
+            settled by the first who gives some, or who appends.
         busy_timeout_s (`float`, *optional*, defaults to 30.0):
             How long to wait for other writers.
         is_durable (`bool`, *optional*, defaults to `False`):
             Whether transactions of this object survive a power failure.
+        takes_existing (`bool`, *optional*, defaults to `False`):
+            Whether `settings` are for a new buffer only: one that has others keeps them.
 
     Raises:
         ReplayBufferError: The file cannot be used; the message says why.
@@ -147,9 +150,10 @@ class ReplayBuffer:
         *,
         busy_timeout_s: float = 30.0,
         is_durable: bool = False,
+        takes_existing: bool = False,
     ) -> None:
         self.database = BufferDatabase(path, busy_timeout_s=busy_timeout_s, is_durable=is_durable)
-        self._wanted = settings
+        self._wanted, self._takes_existing = settings, takes_existing
         with self.database.writing() as db:
             self.settings = self._agree_on_settings(db)
 
@@ -184,7 +188,7 @@ class ReplayBuffer:
                 )
         with self.database.writing() as db:
             # Again each time: the file may have been replaced, and another process may have moved the limits.
-            self.settings = self._agree_on_settings(db, may_move_limits=False)
+            self.settings = self._agree_on_settings(db, is_appending=True)
             known = {name for (name,) in db.execute("SELECT domain FROM usage")}
             stored = 0
             for trajectory in trajectories:
@@ -366,17 +370,21 @@ class ReplayBuffer:
                 )
             db.execute("DELETE FROM members WHERE round_id = ?", (round_id,))
             db.execute("DELETE FROM rounds WHERE id <= ?", (round_id - _KEPT_ROUNDS,))
-            # Rows that only the open round had kept.
+            # Rows that only the open round had kept, within limits that another process may have moved.
+            self.settings = self._agree_on_settings(db, is_appending=True)
             self._evict(db)
         return True
 
-    def _agree_on_settings(self, db: sqlite3.Connection, *, may_move_limits: bool = True) -> BufferSettings:
+    def _agree_on_settings(self, db: sqlite3.Connection, *, is_appending: bool = False) -> BufferSettings:
         query = "SELECT name, value FROM settings WHERE name != ?"
         stored = {name: json.loads(value) for name, value in db.execute(query, (_IDENTITY,))}
         wanted = self._wanted
         if not stored:
+            # Whoever only looks leaves them to those who know what the buffer is for, and may be making it now.
+            if wanted is None and not is_appending:
+                return BufferSettings()
             stored = asdict(wanted or BufferSettings())
-        elif wanted is not None:
+        elif wanted is not None and not self._takes_existing:
             if stored["target"] is None:
                 stored["target"] = wanted.target
             for name in ("held_out_share", "target"):
@@ -385,7 +393,7 @@ class ReplayBuffer:
                         f"`{name}` is {getattr(wanted, name)!r}, but the buffer {str(self.path)!r} was made with "
                         f"{stored[name]!r}. Use that, or give another file."
                     )
-            if may_move_limits:
+            if not is_appending:
                 stored |= {"max_rows": wanted.max_rows, "max_bytes": wanted.max_bytes}
         else:
             return BufferSettings(**stored)

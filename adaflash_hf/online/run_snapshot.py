@@ -81,7 +81,7 @@ class RunSnapshots:
         return {"versions": versions}
 
     def _read_buffer(self) -> dict[str, Any]:
-        # Opening one that is not there yet would make it, without the settings that it is to have.
+        # Opening one that is not there yet would make it, perhaps where nobody wants one.
         if self._path is None or not self._path.exists():
             return {}
         if self._buffer is None:

@@ -55,4 +55,4 @@ def _train(settings: TrainerSettings, process: SideProcess) -> None:
 
 def _open_buffer(side: SideSettings) -> ReplayBuffer:
     """As it is if it is there, for example filled by a collector, else a new one."""
-    return ReplayBuffer(side.buffer, None if side.buffer.exists() else side.buffer_settings)
+    return ReplayBuffer(side.buffer, side.buffer_settings, takes_existing=True)

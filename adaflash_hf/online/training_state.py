@@ -96,7 +96,7 @@ class TrainingStateStore:
             progress (`TrainingProgress`):
                 Where the trainer is.
         """
-        remove_leftovers(self.directory, "state-*")
+        self.clean()
         try:
             with directory_written_aside(self._path(max(self._numbers(), default=0) + 1)) as partial:
                 weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
@@ -109,6 +109,10 @@ class TrainingStateStore:
             raise OSError(f"The training state could not be written: {error}") from error
         for old in self._numbers()[:-_KEPT_STATES]:
             remove_directory(self._path(old))
+
+    def clean(self) -> None:
+        """Remove what killed processes left; nobody else may be saving now."""
+        remove_leftovers(self.directory, "state-*")
 
     def read_progress(self) -> TrainingProgress | None:
         """Progress of the newest state; None if there is none."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import shutil
@@ -12,7 +13,7 @@ from online_traffic import in_fork, recorded
 
 from adaflash_hf.errors import ReplayBufferError
 from adaflash_hf.online.buffer_database import SCHEMA_VERSION
-from adaflash_hf.online.replay_buffer import ReplayBuffer
+from adaflash_hf.online.replay_buffer import BufferSettings, ReplayBuffer
 
 
 NOBODY = 65534
@@ -56,6 +57,24 @@ def test_a_file_of_the_first_schema_is_taken_over(tmp_path):
     buffer = ReplayBuffer(path)
     buffer.append([recorded(2, drafter_version=1, version_spans=((1, 0, 4), (2, 4, 10)))])
     assert [one.version_spans for one in buffer.newest(2)] == [(), ((1, 0, 4), (2, 4, 10))]
+
+
+@pytest.mark.parametrize("nth", range(6))
+def test_another_process_may_make_the_file_at_the_same_time(tmp_path, monkeypatch, nth):
+    path, statements = tmp_path / "buffer", []
+
+    class Overtaken(sqlite3.Connection):
+        def execute(self, statement, *args):
+            statements.append(statement)
+            if len(statements) == nth + 1:
+                connection = sqlite3.Connection(path, isolation_level=None)
+                monkeypatch.setattr(sqlite3, "connect", lambda *args, **kwargs: connection)
+                ReplayBuffer(path, BufferSettings(target="theirs")).close()
+            return super().execute(statement, *args)
+
+    monkeypatch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Overtaken))
+    assert ReplayBuffer(path).settings.target == "theirs"
+    assert not any(statement.startswith("BEGIN") for statement in statements[:nth])
 
 
 def test_other_files_are_left_alone(tmp_path):
@@ -169,7 +188,7 @@ def test_a_fork_gets_a_connection_of_its_own(tmp_path):
 
 
 def test_a_failed_block_leaves_no_trace(tmp_path):
-    buffer = ReplayBuffer(tmp_path / "buffer")
+    buffer = ReplayBuffer(tmp_path / "buffer", BufferSettings())
     with pytest.raises(ZeroDivisionError), buffer.database.writing() as db:
         db.execute("DELETE FROM settings")
         raise ZeroDivisionError

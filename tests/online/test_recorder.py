@@ -108,6 +108,28 @@ def test_a_full_queue_drops_and_counts_while_writing_is_blocked(tmp_path):
     recorder.close()
 
 
+def test_a_mark_is_passed_only_when_all_before_it_is_written(tmp_path, monkeypatch):
+    append, is_writing, may_write = ReplayBuffer.append, threading.Event(), threading.Event()
+
+    def held_up(buffer, trajectories):
+        is_writing.set()
+        assert may_write.wait(60)
+        return append(buffer, trajectories)
+
+    monkeypatch.setattr(ReplayBuffer, "append", held_up)
+    with TrajectoryRecorder(tmp_path / "buffer", flush_interval_s=1.0) as recorder:
+        recorder.record(result())
+        mark = recorder.mark()
+        for number in range(1, 64):  # with nothing to write, and in one batch with the one that has
+            recorder.record(result(number, tokens=1))
+        assert is_writing.wait(60)
+        assert not recorder.is_past(mark)
+        may_write.set()
+        assert recorder.flush(60)
+        assert recorder.is_past(recorder.mark())
+    assert recorder.counts.written == 1
+
+
 def test_a_buffer_that_cannot_be_opened_is_tried_again(tmp_path, caplog):
     path = tmp_path / "later" / "buffer"
     with TrajectoryRecorder(path, flush_interval_s=0.01) as recorder:

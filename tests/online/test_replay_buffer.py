@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import random
 import signal
+import sqlite3
 from collections import Counter
 
 import pytest
@@ -172,6 +175,52 @@ def test_another_target_is_refused_and_limits_may_move(tmp_path):
         make_buffer(tmp_path, held_out_share=0.4)
     assert make_buffer(tmp_path, target="org/one", max_rows=9).settings.max_rows == 9
     assert ReplayBuffer(tmp_path / "buffer.sqlite").settings.target == "org/one"
+
+
+def test_whoever_looks_first_does_not_settle_what_the_buffer_is_for(tmp_path):
+    reader, late = (ReplayBuffer(tmp_path / "buffer.sqlite") for _ in range(2))
+    maker = make_buffer(tmp_path, target="org/one", max_rows=3)
+    trainer = ReplayBuffer(maker.path, BufferSettings(held_out_share=0.4, target="org/two"), takes_existing=True)
+    assert trainer.settings == maker.settings
+    reader.append([recorded(seed) for seed in range(6)])
+    assert reader.settings == maker.settings
+    assert late.depth().rows == 3
+    opened = late.claim(3)
+    make_buffer(tmp_path, target="org/one", max_rows=2)
+    late.confirm(opened.id)
+    assert late.depth().rows == 2
+    # Appending does: from the first row on, some are held out.
+    another = tmp_path / "another.sqlite"
+    ReplayBuffer(another).append([recorded()])
+    with pytest.raises(InvalidInputError, match="held_out_share"):
+        ReplayBuffer(another, BufferSettings(held_out_share=0.4))
+
+
+def make_until_killed(path, settings, nth):
+    statements = itertools.count()
+
+    class Deadly(sqlite3.Connection):
+        def execute(self, *args):
+            if next(statements) == nth:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().execute(*args)
+
+    sqlite3.connect = functools.partial(sqlite3.connect, factory=Deadly)
+    ReplayBuffer(path, settings)
+
+
+def test_killed_at_any_statement_of_making_it_the_next_one_makes_it(tmp_path):
+    wanted = BufferSettings(held_out_share=0.25, target="org/one")
+    for nth in itertools.count():
+        path = tmp_path / f"buffer-{nth}.sqlite"
+        with in_fork(make_until_killed, path, wanted, nth) as process:
+            process.join(60)
+        ReplayBuffer(path).depth()  # a status page, for example
+        assert ReplayBuffer(path, wanted).settings == wanted
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+    assert nth > 20
 
 
 def test_a_buffer_has_an_identity_of_its_own(tmp_path):
