@@ -1,10 +1,10 @@
-"""Thousands of small requests through one engine: none lost, none answered twice, none wrong, and memory stays flat.
+"""Thousands of small requests through one engine: none lost, answered twice, starved or wrong, and memory stays flat.
 
     python examples/soak_engine.py --requests 2000
 
 Several threads submit requests of random lengths, settings and stops, give some of them up, and break some on purpose;
-the memory limit is so low that requests are returned to the queue all the time. The models are tiny and random, so no
-download is needed. Exits with 1 if anything was not as it should be.
+the memory limit is so low that requests are returned to the queue and finished later. The models are tiny and random,
+so no download is needed. Exits with 1 if anything was not as it should be.
 """
 
 from __future__ import annotations
@@ -33,6 +33,16 @@ from adaflash_hf import AdaFlashEngine, DFlashDrafterConfig, DFlashDrafterModel,
 VOCAB_SIZE = 24
 MAX_NEW_TOKENS = 120
 NUM_PROMPTS = 16
+MAX_PROMPT_TOKENS = 60
+MAX_CONCURRENCY = 16
+MAX_QUEUE = 8
+# Memory for the largest request alone, which may move within it, and a little more: two large ones do not fit.
+MEMORY_LIMIT = 2.2
+# Rounds in which all requests that the engine takes would have been served one after the other, prefills included. The
+# oldest gets on in every round, so whoever is there for longer was starved.
+STARVED_ROUNDS = (MAX_CONCURRENCY + MAX_QUEUE) * (MAX_NEW_TOKENS + 30)
+# With fewer requests than this it may happen that none is returned.
+ENOUGH_TO_RETURN = 100
 # Growth of memory over the second half that still counts as flat.
 FLAT = 1.05
 
@@ -51,7 +61,9 @@ class SoakReport:
         outcomes (`Counter`): How they ended.
         wrong (`list[str]`): What was not as it should be.
         most_overtaken (`int`): Most requests that came later than another one and ended before it.
+        most_rounds (`int`): Most rounds between submission and end.
         returned (`int`): Returns to the queue for want of memory.
+        finished_after_return (`int`): Requests that were returned and then said all that plain decoding says.
         acceptance_length (`float`): Tau.
         memory_bytes (`list[int]`): Resident or traced memory, over the course of the run.
         seconds (`float`): Of the whole run.
@@ -61,7 +73,9 @@ class SoakReport:
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     most_overtaken: int = 0
+    most_rounds: int = 0
     returned: int = 0
+    finished_after_return: int = 0
     acceptance_length: float = 0.0
     memory_bytes: list[int] = field(default_factory=list)
     seconds: float = 0.0
@@ -69,7 +83,7 @@ class SoakReport:
     @property
     def memory_growth(self) -> float:
         """Most memory of the last quarter over most memory of the second."""
-        quarter = len(self.memory_bytes) // 4
+        quarter = max(len(self.memory_bytes) // 4, 1)
         return max(self.memory_bytes[-quarter:]) / max(self.memory_bytes[quarter : 2 * quarter])
 
 
@@ -107,11 +121,20 @@ def tiny_models() -> tuple[PreTrainedModel, DFlashDrafterModel]:
 class Owner(threading.Thread):
     """Submits requests one after the other, does with them what owners do, and checks every answer."""
 
-    def __init__(self, engine: AdaFlashEngine, answers: dict[tuple[int, ...], list[int]], seed: int, count: int):
+    def __init__(
+        self,
+        engine: AdaFlashEngine,
+        answers: dict[tuple[int, ...], list[int]],
+        seed: int,
+        count: int,
+        rounds_so_far: Callable[[], int],
+    ):
         super().__init__(daemon=True)
         self.engine, self.answers, self.count = engine, answers, count
+        self.rounds_so_far = rounds_so_far
         self.chance = random.Random(seed)
-        self.submitted: list[int] = []
+        self.submitted: dict[int, int] = {}  # in which round
+        self.finished_after_return = 0
         self.wrong: list[str] = []
 
     def run(self) -> None:
@@ -123,7 +146,7 @@ class Owner(threading.Thread):
 
     def _one(self) -> None:
         prompt, answer = self.chance.choice(list(self.answers.items()))
-        count = 1 + int(MAX_NEW_TOKENS * self.chance.random() ** 3)  # most are short
+        count = 1 + int(MAX_NEW_TOKENS * self.chance.random() ** 2)  # most are short
         expected = answer[:count]
         kwargs: dict = {"max_new_tokens": count, "do_sample": False}
         kind = self.chance.choices(("greedy", "stop", "sampled", "broken"), (5, 3, 3, 1))[0]
@@ -136,12 +159,13 @@ class Owner(threading.Thread):
         elif kind == "broken":
             kwargs["logits_processor"] = [self._breaks_after(self.chance.randrange(count))]
         while True:
+            before = self.rounds_so_far()
             try:
                 handle = self.engine.submit(prompt, **kwargs)
                 break
             except EngineQueueFullError:
                 time.sleep(0.005)
-        self.submitted.append(handle.request_id)
+        self.submitted[handle.request_id] = before
         if self.chance.random() < 0.2:
             give_up_after = self.chance.randrange(count)
             try:
@@ -162,6 +186,8 @@ class Owner(threading.Thread):
             whole = expected if result.finish_reason != "cancelled" else expected[: len(result.token_ids)]
             if result.token_ids != whole:
                 self.wrong.append(f"{handle} said {result.token_ids}, expected {whole}")
+            elif result.stats.returns and result.finish_reason != "cancelled":
+                self.finished_after_return += 1
 
     @staticmethod
     def _breaks_after(count: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -206,33 +232,51 @@ def soak(
     chance = random.Random(seed)
     answers: dict[tuple[int, ...], list[int]] = {}
     for _ in range(NUM_PROMPTS):
-        prompt = tuple(chance.randrange(2, VOCAB_SIZE) for _ in range(chance.randint(1, 60)))
+        prompt = tuple(chance.randrange(2, VOCAB_SIZE) for _ in range(chance.randint(1, MAX_PROMPT_TOKENS)))
         ids = target.generate(torch.tensor([prompt]), max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
         answers[prompt] = ids[0, len(prompt) :].tolist()
     if make_drafter is not None:
         drafter = make_drafter(target, [[*prompt, *answer] for prompt, answer in answers.items()])
-    limit = 3 * AdaFlashEngine(target, drafter).memory_bytes_for(60 + MAX_NEW_TOKENS)
+    largest = MAX_PROMPT_TOKENS + MAX_NEW_TOKENS + drafter.config.block_size
+    limit = int(MEMORY_LIMIT * AdaFlashEngine(target, drafter).memory_bytes_for(largest))
     engine = AdaFlashEngine(
-        target, drafter, max_concurrency=16, max_queue=8, prefill_chunk_tokens=32, memory_limit_bytes=limit
+        target,
+        drafter,
+        max_concurrency=MAX_CONCURRENCY,
+        max_queue=MAX_QUEUE,
+        prefill_chunk_tokens=32,
+        memory_limit_bytes=limit,
     )
-    report, ended = SoakReport(), []
+    report = SoakReport()
+    ended: list[int] = []
+    ended_in: dict[int, int] = {}
     every = max(num_requests // 40, 1)
     is_over: list[int] = []
+    latest_round = 0
+
+    def begin_round() -> None:
+        nonlocal latest_round
+        latest_round += 1
 
     def note(result: RequestResult) -> None:
         ended.append(result.request_id)
+        ended_in[result.request_id] = latest_round
         report.outcomes[result.finish_reason] += 1
         if len(ended) % every == 0:
             report.memory_bytes.append(memory_in_use(is_traced))
             if engine.statistics().memory_bytes > limit:
                 is_over.append(len(ended))
 
+    engine.between_rounds(begin_round)
     engine.on_finished(note)
     if is_traced:
         tracemalloc.start()
     started_s = time.perf_counter()
     shares = [num_requests // num_owners + (owner < num_requests % num_owners) for owner in range(num_owners)]
-    owners = [Owner(engine, answers, 1000 * seed + number, share) for number, share in enumerate(shares)]
+    owners = [
+        Owner(engine, answers, 1000 * seed + number, share, lambda: latest_round)
+        for number, share in enumerate(shares)
+    ]
     with engine:
         for owner in owners:
             owner.start()
@@ -242,11 +286,17 @@ def soak(
     if is_traced:
         tracemalloc.stop()
     stats = engine.statistics()
-    submitted = [number for owner in owners for number in owner.submitted]
+    submitted = {number: at for owner in owners for number, at in owner.submitted.items()}
     report.submitted, report.returned = len(submitted), stats.returned_requests
     report.acceptance_length = stats.acceptance_length
     report.wrong = [text for owner in owners for text in owner.wrong]
+    report.finished_after_return = sum(owner.finished_after_return for owner in owners)
     report.most_overtaken = max(sum(other > number for other in ended[:place]) for place, number in enumerate(ended))
+    report.most_rounds = max(ended_in[number] - at for number, at in submitted.items() if number in ended_in)
+    if report.most_rounds > STARVED_ROUNDS:
+        report.wrong.append(f"starved: {report.most_rounds} rounds for one, and {STARVED_ROUNDS} are enough for all")
+    if num_requests >= ENOUGH_TO_RETURN and not report.finished_after_return:
+        report.wrong.append(f"{report.returned} returns, and no request that was returned finished as it should")
     if is_over:
         report.wrong.append(f"{limit} bytes were exceeded after {is_over} requests")
     if sorted(ended) != sorted(submitted):
@@ -264,12 +314,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trace", action="store_true", help="measure Python's own memory instead of the process's")
     args = parser.parse_args()
+    if args.requests < 8 or args.owners < 1:
+        parser.error(f"--requests is {args.requests} and --owners {args.owners}: 8 and 1 at least, to compare memory")
     console = Console()
     with console.status(f"{args.requests} requests"):
         report = soak(args.requests, args.seed, args.owners, args.trace)
     console.print(
-        f"{report.submitted} requests in {report.seconds:.0f} s: {dict(report.outcomes)}, {report.returned} returns, "
-        f"tau {report.acceptance_length:.2f}; at most {report.most_overtaken} overtook another"
+        f"{report.submitted} requests in {report.seconds:.0f} s: {dict(report.outcomes)}, tau "
+        f"{report.acceptance_length:.2f}"
+    )
+    console.print(
+        f"{report.returned} returns, {report.finished_after_return} requests finished after one; at most "
+        f"{report.most_overtaken} overtook another, {report.most_rounds} rounds at most ({STARVED_ROUNDS} would be "
+        "starvation)"
     )
     console.print(
         f"memory {min(report.memory_bytes) / 2**20:.1f} to {max(report.memory_bytes) / 2**20:.1f} MiB, growth "
