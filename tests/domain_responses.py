@@ -21,10 +21,12 @@ def domain_responses(
     count: int = 12,
     layer_ids: list[int] | None = None,
     max_new_tokens: int = NEW_TOKENS,
+    **settings: object,
 ) -> DomainResponses:
     """`count` responses of up to 16 tokens, half of them `math`, half `code`; with features if layers are given."""
-    features = {} if layer_ids is None else {"capture_layer_ids": tuple(layer_ids)}
-    make_trajectories(directory, target, count, max_new_tokens=NEW_TOKENS, **features)
+    if layer_ids is not None:
+        settings["capture_layer_ids"] = tuple(layer_ids)
+    make_trajectories(directory, target, count, max_new_tokens=NEW_TOKENS, **settings)
     return DomainResponses([directory], max_new_tokens, layer_ids)
 
 

@@ -69,6 +69,9 @@ AccumulationOption = Annotated[int, _training("--gradient-accumulation", min=1, 
 AnchorsOption = Annotated[int, _training("--anchors", min=1, help="Blocks per trajectory.")]
 RateOption = Annotated[float, _training("--learning-rate", help="Of all methods but LoRA.")]
 LoraRateOption = Annotated[float, _training("--lora-learning-rate", help="Of LoRA.")]
+TeacherOption = Annotated[
+    bool, _training("--stored-teacher", help="Learn from the likeliest tokens stored with replayed answers.")
+]
 ReferenceOption = Annotated[
     list[str] | None,
     _training("--reference", metavar="DOMAIN=DRAFTER", help="A drafter that knows a domain; may be repeated."),
@@ -108,6 +111,7 @@ def online(
     anchors: AnchorsOption = 512,
     learning_rate: RateOption = 3e-4,
     lora_learning_rate: LoraRateOption = 1e-3,
+    stored_teacher: TeacherOption = False,
     reference: ReferenceOption = None,
     reference_epochs: ReferenceEpochsOption = 6,
     out: Path = Path("online"),
@@ -117,7 +121,14 @@ def online(
     options = dict(locals())
     chosen = _names(options.pop("methods"))
     _check_methods(chosen)
-    _shift_run(options).compare(chosen, plots)
+    if stored_teacher and not replay:
+        raise InvalidInputError(
+            "`--stored-teacher` is given without `--replay`; what is decoded anew may differ from what is stored."
+        )
+    from ..embedded_target import without_progress_bars
+
+    with without_progress_bars():
+        _shift_run(options).compare(chosen, plots)
 
 
 def cross_domain(
@@ -140,6 +151,7 @@ def cross_domain(
     anchors: AnchorsOption = 512,
     learning_rate: RateOption = 3e-4,
     gradient_accumulation: AccumulationOption = 2,
+    stored_teacher: TeacherOption = False,
     reference: ReferenceOption = None,
     reference_epochs: ReferenceEpochsOption = 6,
     seeds: SeedsOption = "0",
@@ -159,7 +171,10 @@ def cross_domain(
         "epochs": reference_epochs,
         "lora_learning_rate": learning_rate,
     }
-    _shift_run({**options, **fixed}).cross(plots)
+    from ..embedded_target import without_progress_bars
+
+    with without_progress_bars():
+        _shift_run({**options, **fixed}).cross(plots)
 
 
 def _shift_run(options: dict[str, Any]) -> Any:

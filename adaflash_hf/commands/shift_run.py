@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,8 @@ __all__ = ["PROMPT_FILES", "ShiftRun"]
 
 PROMPT_FILES = {"maths": "gsm8k_train.jsonl", "code": "codealpaca.json", "chat": "alpaca_seed_tasks.jsonl"}
 RESULTS = "results"
+# As many as `adaflash trajectories` keeps by default.
+_TEACHER_TOP_K = 16
 # Of the prompts that some of must be judged by; their hashes decide which.
 _SPARE = 1.5
 
@@ -38,6 +40,7 @@ class ShiftRun:
         trajectories: Answers that are there already.
         references: Drafters that know a domain, by domain; others are trained.
         guard: Whether only rounds that held-out traffic approves of are published.
+        stored_teacher: Whether to train on the likeliest tokens that are stored with the answers.
         out: Directory of results; finished runs are kept there.
         The others are as in [`DomainShiftSettings`] and [`TrafficShape`].
     """
@@ -69,6 +72,7 @@ class ShiftRun:
     anchors: int
     learning_rate: float
     lora_learning_rate: float
+    stored_teacher: bool
     references: dict[str, str]
     reference_epochs: int
     seeds: list[int]
@@ -184,6 +188,8 @@ class ShiftRun:
         models = load_models(self.target, self.start, self.dtype, self.device, False, self.console)
         directories = self.trajectories or [self._answer_prompts(settings.shape, models)]
         responses = DomainResponses(directories, self.max_new_tokens, models.drafter.config.target_layer_ids)
+        if self.stored_teacher:
+            settings = replace(settings, teacher_top_k=responses.teacher_top_k)
         plans = {seed: plan_traffic(responses, settings.shape, seed) for seed in self.seeds}
         shift = DomainShift(models.target_model, models.drafter, responses, settings, self.out)
         environment = describe_environment(models.target_model, models.drafter)
@@ -256,7 +262,11 @@ class ShiftRun:
         prompts, domains = self._choose_prompts(files, shape, models.tokenizer)
         # Only a replay reads each response so often that the target's states are worth their disk space.
         layers = tuple(models.drafter.config.target_layer_ids) if self.replay else ()
-        settings = TrajectorySettings(max_new_tokens=self.max_new_tokens, capture_layer_ids=layers)
+        settings = TrajectorySettings(
+            max_new_tokens=self.max_new_tokens,
+            capture_layer_ids=layers,
+            teacher_top_k=_TEACHER_TOP_K if self.stored_teacher else 0,
+        )
         directory = self.out / "trajectories"
         done = 0
 

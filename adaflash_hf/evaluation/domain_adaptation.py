@@ -15,6 +15,7 @@ from ..online.probe import AcceptanceProbe
 from ..online.publisher import Publisher
 from ..online.recorder import TrajectoryRecorder
 from ..online.replay_buffer import BufferSettings, ReplayBuffer
+from ..online.round_training import StoredOutputs
 from .domain_serving import Server
 
 
@@ -46,6 +47,8 @@ class DomainAdaptation:
             Requests of the whole run; the buffer keeps them all.
         held_out_share (`float`):
             Share of the prompts that rounds are judged by.
+        stored (`Callable`, *optional*):
+            See [`RoundTrainer`].
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class DomainAdaptation:
         *,
         max_requests: int,
         held_out_share: float,
+        stored: StoredOutputs | None = None,
     ) -> None:
         rows = 2 * max(max_requests, arguments.round_size)
         limits = BufferSettings(max_rows=rows, held_out_share=held_out_share)
@@ -65,7 +69,7 @@ class DomainAdaptation:
         self.recorder = TrajectoryRecorder(path, limits, max_tokens=longest, max_queue=rows, flush_interval_s=0.02)
         self.buffer = ReplayBuffer(path)
         publisher = Publisher(workspace / "published", keep_versions=2)
-        self.trainer = OnlineTrainer(copy.deepcopy(start), target, self.buffer, publisher, arguments)
+        self.trainer = OnlineTrainer(copy.deepcopy(start), target, self.buffer, publisher, arguments, stored=stored)
         self.reloader = _new_reloader(server.drafter, target, publisher, is_guarded=arguments.is_guarded)
         self._server, self._expected, self._is_ready = server, 0, False
 

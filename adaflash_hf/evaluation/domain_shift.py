@@ -28,7 +28,7 @@ from ..atomic_files import written_aside
 from ..errors import InvalidInputError
 from ..generation.engine_handles import RequestResult
 from ..online.online_arguments import OnlineTrainingArguments
-from ..online.round_training import RoundTrainer
+from ..online.round_training import RoundTrainer, StoredOutputs
 from .domain_adaptation import DomainAdaptation
 from .domain_serving import Server, new_server
 from .domain_traffic import DomainResponses, TrafficPlan, TrafficRound, TrafficShape
@@ -82,6 +82,8 @@ class DomainShiftSettings:
         learning_rate: Of all methods but LoRA.
         lora_learning_rate: Of LoRA.
         reference_epochs: How often a reference goes through the traffic of its domain.
+        teacher_top_k: Train on this many likeliest tokens of the target, as they are stored with the responses; by
+            default on its whole distributions, which a forward pass gives. For replays.
         training: Further fields of `OnlineTrainingArguments`, the same for all methods.
     """
 
@@ -96,6 +98,7 @@ class DomainShiftSettings:
     learning_rate: float = 3e-4
     lora_learning_rate: float = 1e-3
     reference_epochs: int = 6
+    teacher_top_k: int | None = None
     training: dict[str, Any] = field(default_factory=dict)
 
     def arguments(self, method: str, seed: int) -> OnlineTrainingArguments:
@@ -172,6 +175,7 @@ class DomainShift:
     ) -> None:
         self.target, self.start, self.responses, self.settings = target, start, responses, settings
         self.directory = Path(directory)
+        self._teacher = None if settings.teacher_top_k is None else _stored_teacher(settings, responses)
         # Names and numbers may agree where weights or prompts do not.
         self._common = {
             **asdict(settings),
@@ -222,6 +226,7 @@ class DomainShift:
                     workspace,
                     max_requests=plan.num_requests,
                     held_out_share=self.settings.shape.held_out_share,
+                    stored=self._teacher,
                 )
                 stack.enter_context(adaptation)
             for traffic in plan.rounds:
@@ -257,7 +262,7 @@ class DomainShift:
         if drafter is None:
             trajectories = [self.responses.recorded(index) for index in plan.served(domain)]
             arguments = OnlineTrainingArguments(**training)
-            trainer = RoundTrainer(copy.deepcopy(self.start), self.target, arguments)
+            trainer = RoundTrainer(copy.deepcopy(self.start), self.target, arguments, stored=self._teacher)
             trainer.train(trajectories, 1)
             drafter = trainer.model.to(self.start.dtype)
         entry = {"number": 0, "phase": -1, "domain": domain, "held_out": self._held_out(drafter, plan)}
@@ -334,6 +339,20 @@ class DomainShift:
         with written_aside(path) as partial:
             partial.write_text(text + "\n", encoding="utf-8")
         return FinishedShiftRun(**json.loads(text))  # as it will be read back: tuples become lists
+
+
+def _stored_teacher(settings: DomainShiftSettings, responses: DomainResponses) -> StoredOutputs:
+    if settings.is_live:
+        raise InvalidInputError(
+            "`is_live` is true, but `teacher_top_k` is given: what is decoded anew may differ from what is stored; "
+            "replay the responses, or train on whole distributions."
+        )
+    if not settings.teacher_top_k == responses.teacher_top_k > 0:
+        raise InvalidInputError(
+            f"`teacher_top_k` is {settings.teacher_top_k}, but with the responses {responses.teacher_top_k} tokens "
+            "are stored; make them with --teacher-top-k, or train on whole distributions."
+        )
+    return responses.target_outputs
 
 
 def _digest_of_weights(model: torch.nn.Module) -> str:

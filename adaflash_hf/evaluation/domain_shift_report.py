@@ -164,13 +164,17 @@ def _budget(settings: DomainShiftSettings, runs: Sequence[FinishedShiftRun]) -> 
         else "replayed with the drafter alone, which gives the rounds of greedy decoding"
     )
     training = ", ".join(f"{name} {value}" for name, value in settings.training.items()) or "defaults"
+    teacher = "all of them"
+    if settings.teacher_top_k is not None:
+        teacher = f"those of the {settings.teacher_top_k} likeliest tokens, all others taken together"
     seeds = ", ".join(str(seed) for seed in sorted({run.seed for run in runs}))
     return (
         f"{settings.start} knows {shape.home} and serves {', then '.join(shape.phases)}: "
         f"{shape.rounds_per_phase} rounds each of {shape.trajectories_per_round} trajectories to learn from, after "
         f"{shape.home_trajectories} of {shape.home}. Responses are greedy, of at most {settings.max_new_tokens} "
         f"tokens, {served}; lengths: {settings.length_policy}. Learning rate {settings.learning_rate:g} (LoRA "
-        f"{settings.lora_learning_rate:g}), {training}. Every method sees the same requests in the same rounds. "
+        f"{settings.lora_learning_rate:g}), {training}; what they learn of the target's probabilities: {teacher}. "
+        "Every method sees the same requests in the same rounds. "
         f"Held-out tau: {shape.held_out} responses of each domain that are never served, up to "
         f"{settings.held_out_anchors} blocks each, greedy hindsight, whole blocks. A reference is the same start, "
         f"trained {settings.reference_epochs} times over all that is served of its domain, unless another drafter was "

@@ -10,13 +10,19 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ..errors import InvalidInputError
 from ..online.recorded_trajectory import RecordedTrajectory
 from ..training.features import features_path
 from ..training.trajectories import find_trajectory_shards, read_settings
 from ..training.trajectory_dataset import TrajectoryDataset
+
+
+if TYPE_CHECKING:
+    import torch
 
 
 __all__ = ["DomainResponses", "TrafficPlan", "TrafficRound", "TrafficShape", "plan_traffic", "too_few_prompts"]
@@ -64,11 +70,11 @@ class DomainResponses:
         self.domains = self._rows.domains
         self._by_domain: dict[str, list[int]] = {domain: [] for domain in self.domains}
         self._order: dict[int, bytes] = {}
-        seen: set[bytes] = set()
+        self._indices: dict[bytes, int] = {}
         for index in range(len(self._rows)):
-            digest = hashlib.sha256(self._rows.prompt_ids(index).tobytes()).digest()
-            if digest not in seen:
-                seen.add(digest)
+            digest = _digest(self._rows.prompt_ids(index))
+            if digest not in self._indices:
+                self._indices[digest] = index
                 self._order[index] = digest
                 self._by_domain[self._rows.domain(index)].append(index)
                 self._check_limit(index)
@@ -100,6 +106,38 @@ class DomainResponses:
         for index, digest in self._order.items():
             total.update(digest + self._rows.domain(index).encode())
         return total.hexdigest()
+
+    @property
+    def teacher_top_k(self) -> int:
+        """Likeliest tokens of the target that are stored at each place of a response; 0 if none are."""
+        return self._rows.teacher_top_k
+
+    def target_outputs(self, trajectory: RecordedTrajectory) -> dict[str, torch.Tensor]:
+        """
+        What is stored of the target's outputs for a response that was served.
+
+        Args:
+            trajectory (`RecordedTrajectory`):
+                One of these responses, perhaps cut.
+
+        Returns:
+            `dict[str, torch.Tensor]`: `teacher_ids` and `teacher_log_probs` `[response, k]`, and with features
+            `context_hidden_states` `[n - 1, layers * hidden]`
+
+        Raises:
+            InvalidInputError: It is none of these responses.
+        """
+        length, prompt = len(trajectory.token_ids), trajectory.token_ids[: trajectory.prompt_length]
+        index = self._indices.get(_digest(prompt))
+        example = {} if index is None else self._examples[index]
+        if index is None or example["input_ids"][:length].tolist() != trajectory.token_ids.tolist():
+            raise InvalidInputError(
+                f"`trajectory` of {length} tokens is not one of the stored responses; train on whole distributions."
+            )
+        outputs = {name: example[name][: length - len(prompt)] for name in _TEACHER}
+        if "context_hidden_states" in example:
+            outputs["context_hidden_states"] = example["context_hidden_states"][: length - 1]
+        return outputs
 
     def of_domain(self, domain: str) -> list[int]:
         """
@@ -143,6 +181,10 @@ class DomainResponses:
             finished=self.is_finished(index),
             id=index + 1,
         )
+
+
+def _digest(prompt_ids: np.ndarray) -> bytes:
+    return hashlib.sha256(prompt_ids.astype("<i4").tobytes()).digest()
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from .publisher import Publisher, VersionConflictError
 from .recorded_trajectory import RecordedTrajectory, fit_for_target
 from .replay_buffer import ReplayBuffer
 from .round_judgement import judge_round, round_figures, served_acceptance
-from .round_training import DivergedError, InterruptedRoundError, RoundResult, RoundTrainer
+from .round_training import DivergedError, InterruptedRoundError, RoundResult, RoundTrainer, StoredOutputs
 from .run_status import StatusFile
 from .training_state import TrainingProgress, TrainingStateStore
 from .version_checks import check_configuration
@@ -70,6 +70,8 @@ class OnlineTrainer:
             What published weights are rounded to; by default the dtype that `drafter` comes in.
         poll_s (`float`, *optional*, defaults to 1.0):
             Seconds between two looks at the buffer.
+        stored (`Callable`, *optional*):
+            See [`RoundTrainer`].
 
     Attributes:
         progress: What has been done so far.
@@ -94,13 +96,14 @@ class OnlineTrainer:
         device: torch.device | str | None = None,
         published_dtype: torch.dtype | None = None,
         poll_s: float = 1.0,
+        stored: StoredOutputs | None = None,
     ) -> None:
         self.arguments = arguments or OnlineTrainingArguments()
         _check_sizes(self.arguments, buffer)
         self.target, self.buffer, self.publisher = target, buffer, publisher
         self.store = TrainingStateStore(state_directory or publisher.directory / STATE_DIRECTORY)
         self.status = StatusFile(publisher.directory, "trainer")
-        self._device, self._poll_s = device, poll_s
+        self._device, self._poll_s, self._stored = device, poll_s, stored
         self._dtype = published_dtype or drafter.dtype
         # Configuration and names that every version must have; its weights have no values.
         with torch.device("meta"):
@@ -213,9 +216,8 @@ class OnlineTrainer:
         check_configuration(version.path, self._skeleton.config)
         self._original = None
         drafter = DFlashDrafterModel.from_pretrained(version.path, dtype=torch.float32)
-        return RoundTrainer(
-            drafter, self.target, self.arguments, device=self._device, base_name_or_path=str(version.path)
-        )
+        places: dict[str, Any] = {"device": self._device, "base_name_or_path": str(version.path)}
+        return RoundTrainer(drafter, self.target, self.arguments, stored=self._stored, **places)
 
     def _load_state(self) -> TrainingProgress | None:
         try:

@@ -29,9 +29,12 @@ if TYPE_CHECKING:
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
 
-__all__ = ["DivergedError", "InterruptedRoundError", "RoundResult", "RoundTrainer"]
+__all__ = ["DivergedError", "InterruptedRoundError", "RoundResult", "RoundTrainer", "StoredOutputs"]
 
 _BETAS = (0.9, 0.95)
+# Of all tokens of a trajectory: `teacher_ids` and `teacher_log_probs` `[response, k]`, and perhaps
+# `context_hidden_states` `[n - 1, layers * hidden]`.
+StoredOutputs = Callable[[RecordedTrajectory], dict[str, torch.Tensor]]
 # What a frozen drafter's loss is does not matter; this one needs no teacher.
 _CROSS_ENTROPY = DraftObjective(hard_label_weight=1.0, labels="trajectory")
 
@@ -77,6 +80,9 @@ class RoundTrainer:
             Where to train; by default where the target is.
         base_name_or_path (`str`, *optional*):
             What an adapter names as its base.
+        stored (`Callable`, *optional*):
+            Gives what is known of a trajectory, see [`StoredOutputs`]. The likeliest tokens then stand for the
+            target's distributions, and features that are known are not computed.
 
     Attributes:
         model: The drafter, or what PEFT made of it.
@@ -91,8 +97,10 @@ class RoundTrainer:
         *,
         device: torch.device | str | None = None,
         base_name_or_path: str | None = None,
+        stored: StoredOutputs | None = None,
     ) -> None:
         self.arguments, self.target = arguments, target.requires_grad_(False).eval()
+        self._stored = stored
         self.device = torch.device(target.device if device is None else device)
         if arguments.trained_parts == "length_head" and drafter.length_head is None:
             raise InvalidInputError("`trained_parts` is 'length_head', but the drafter has none; train 'drafter'.")
@@ -113,7 +121,7 @@ class RoundTrainer:
             target,
             objective,
             position_decay=arguments.position_decay,
-            teacher="full" if objective.needs_teacher else "none",
+            teacher=_teacher_of(objective, stored),
             length_labels=arguments.length_labels,
             length_scale=arguments.length_scale,
             logits_memory_bytes=arguments.logits_memory_bytes,
@@ -236,6 +244,8 @@ class RoundTrainer:
         self, collator: DrafterDataCollator, members: Sequence[RecordedTrajectory], domains: list[str]
     ) -> dict[str, torch.Tensor]:
         examples = [one.example(domains.index(one.domain), self.arguments.max_tokens) for one in members]
+        if self._stored is not None:
+            examples = [example | self._stored(one) for example, one in zip(examples, members, strict=True)]
         return {name: tensor.to(self.device) for name, tensor in collator(examples).items()}
 
     def _metrics(self, trajectories: Sequence[RecordedTrajectory]) -> DraftMetrics:
@@ -261,3 +271,9 @@ class RoundTrainer:
             return MuonWithAdamW(groups, arguments.weight_decay, _BETAS)
         plain = [{"params": group["params"], "lr": group["lr"]} for group in groups]
         return torch.optim.AdamW(plain, weight_decay=arguments.weight_decay, betas=_BETAS)
+
+
+def _teacher_of(objective: DraftObjective, stored: StoredOutputs | None) -> str:
+    if not objective.needs_teacher:
+        return "none"
+    return "full" if stored is None else "top_k"

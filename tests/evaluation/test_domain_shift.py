@@ -86,6 +86,25 @@ def test_live_and_replayed_runs_are_the_same(target, start, responses, tmp_path)
         assert live["held_out"] == replayed["held_out"]
 
 
+def test_a_stored_teacher_needs_no_target(target, start, responses, tmp_path, monkeypatch):
+    with pytest.raises(InvalidInputError, match="with the responses 0 tokens are stored"):
+        make(target, start, responses, tmp_path, teacher_top_k=8)
+    stored = domain_responses(tmp_path / "responses", target, 44, layer_ids=[0, 2], teacher_top_k=8)
+    with pytest.raises(InvalidInputError, match="`is_live` is true"):
+        make(target, start, stored, tmp_path, teacher_top_k=8, is_live=True)
+    plan = plan_traffic(stored, SHAPE, 0)
+    whole, _ = make(target, start, stored, tmp_path / "whole").run("osd", 0, plan)
+    monkeypatch.setattr(target, "forward", None)
+    shift = make(target, start, stored, tmp_path / "stored", teacher_top_k=8)
+    run, _ = shift.run("osd", 0, plan)
+    assert run.common["teacher_top_k"] == 8
+    assert "those of the 8 likeliest tokens" in shift_sections([run], [], shift.settings)[0]
+    assert [entry["version"] for entry in run.rounds] == [0, 1, 2, 3, 4]
+    # A divergence of fewer events is the smaller one.
+    assert 0 < run.rounds[1]["training"]["loss"] < whole.rounds[1]["training"]["loss"]
+    assert shift.run_reference("code", plan).rounds[0]["held_out"] != run.rounds[0]["held_out"]
+
+
 def test_finished_runs_are_found_and_others_refused(target, start, responses, tmp_path):
     shift, plan = make(target, start, responses, tmp_path), plan_traffic(responses, SHAPE, 0)
     run, _ = shift.run("static", 0, plan)

@@ -12,6 +12,7 @@ from tiny_trajectories import make_trajectories
 
 from adaflash_hf.errors import InvalidInputError
 from adaflash_hf.evaluation.domain_traffic import DomainResponses, TrafficShape, plan_traffic
+from adaflash_hf.online.recorded_trajectory import RecordedTrajectory
 
 
 SHAPE = TrafficShape("math", ("code", "math"), 2, 3, home_trajectories=2, held_out=2)
@@ -46,6 +47,25 @@ def test_a_shorter_limit_gives_what_the_target_would_have_said(target, directory
         assert cut[index]["context_hidden_states"].shape == (len(said) - 1, 64)
         recorded = cut.recorded(index)
         assert (recorded.token_ids.tolist(), recorded.domain, recorded.finished) == (said, "math", said[-1] == 7)
+
+
+def test_what_is_stored_of_the_target_comes_with_a_served_response(target, tmp_path):
+    responses = domain_responses(tmp_path, target, 4, layer_ids=[0, 2], max_new_tokens=9, teacher_top_k=3)
+    served = responses.recorded(1)
+    outputs = responses.target_outputs(served)
+    logits = target(torch.from_numpy(served.token_ids).long()[None]).logits[0, served.prompt_length - 1 : -1]
+    log_probs, ids = logits.log_softmax(-1).topk(3)
+    assert outputs["teacher_ids"].tolist() == ids.tolist()
+    torch.testing.assert_close(outputs["teacher_log_probs"].float(), log_probs, atol=0.01, rtol=0)  # kept in float16
+    assert outputs["context_hidden_states"].equal(responses[1]["context_hidden_states"])
+    cut = responses.target_outputs(served.cut(len(served.token_ids) - 4))
+    for name, values in cut.items():
+        assert values.equal(outputs[name][:-4])
+    other = RecordedTrajectory.from_lists(responses.prompt_ids(1), responses.response_ids(2))
+    with pytest.raises(InvalidInputError, match="not one of the stored responses"):
+        responses.target_outputs(other)
+    with pytest.raises(InvalidInputError, match="not one of the stored responses"):
+        responses.target_outputs(RecordedTrajectory.from_lists([5], responses.response_ids(2)))
 
 
 def test_equal_prompts_are_one(directory, responses):

@@ -86,6 +86,7 @@ def test_what_is_missing_is_said_before_anything_is_answered(example, data, tmp_
     message = run("--data", str(data), "--phases", "chat")
     assert "No prompts of 'chat'" in message and "alpaca_seed_tasks.jsonl is not a file" in message
     assert "`--prompts` is 'code'; give it as DOMAIN=VALUE" in run("--data", str(data), "--prompts", "code")
+    assert "without `--replay`" in run("--data", str(data), "--stored-teacher")
     assert "choose from static, osd" in run("--data", str(data), "--methods", "magic")
     message = run("--data", str(data), "--rounds-per-phase", "5")
     assert "9 different prompts of 'maths' are there, 14 are needed" in message
@@ -104,11 +105,12 @@ def test_a_drafter_of_each_domain_is_judged_on_all(example, data, tmp_path, caps
         "--learning-rate",
         "0.01",
     ]
+    budget += ["--stored-teacher"]
     assert cli.main(["evaluate", "cross-domain", "--data", str(data), "--out", str(tmp_path), *budget]) == 0
     results = json.loads((tmp_path / "cross-domain" / "results.json").read_text())
     taus = results["acceptance_length"]
     assert set(taus) == {"before", "code", "maths"} and all(set(row) == {"maths", "code"} for row in taus.values())
-    assert results["config"]["reference_epochs"] == 2
+    assert results["config"]["reference_epochs"] == 2 and results["config"]["teacher_top_k"] == 16
     page = (tmp_path / "cross-domain" / "results.md").read_text()
     change = taus["code"]["maths"] / taus["before"]["maths"] - 1
     assert f"| code | {change:+.1%} |" in page
