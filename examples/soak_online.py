@@ -38,7 +38,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from adaflash_hf import AdaFlashEngine, DFlashDrafterConfig, DFlashDrafterModel, RequestResult
-from adaflash_hf.embedded_target import load_target
+from adaflash_hf.embedded_target import load_target, without_progress_bars
 from adaflash_hf.online import BufferSettings, HotReloader, Publisher, ReplayBuffer, VersionManifest
 from adaflash_hf.online.online_arguments import OnlineTrainingArguments
 from adaflash_hf.online.online_trainer import STATE_DIRECTORY
@@ -497,8 +497,9 @@ def _told_of_reloads(report: SoakReport, seconds: float, concurrency: int) -> st
         "longest pause": max(report.pauses_s),
         "round": round_s,
         "round on average": mean(report.rounds_s),
-        "round that begins with a reload": median(report.reload_rounds_s),
     }
+    if report.reload_rounds_s:
+        shown["round that begins with a reload"] = median(report.reload_rounds_s)
     return (
         f"{len(report.pauses_s)} reloads in {report.seconds:.1f} s ({seconds:g} s asked for) at concurrency "
         f"{concurrency}, {report.answers} answers; a pause is {pause_s / round_s:.1%} of a round. In ms: "
@@ -522,7 +523,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if (options.target is None) != (options.drafter is None) or (options.target is None) != (options.prompts is None):
         parser.error("give --target, --drafter and --prompts, or none of them")
-    console, place = Console(), Path(tempfile.mkdtemp(prefix="adaflash-soak-"))
+    console, place = Console(highlight=False, soft_wrap=True), Path(tempfile.mkdtemp(prefix="adaflash-soak-"))
     try:
         if options.target is None:
             soaked = save_tiny_models(place)
@@ -533,10 +534,13 @@ def main(argv: list[str] | None = None) -> int:
         wrong = []
         if options.reloads:
             (place / "reloads").mkdir()
-            reloaded = soak_reloads(soaked, place / "reloads", options.reloads, options.seconds, options.concurrency)
+            with without_progress_bars():
+                reloaded = soak_reloads(
+                    soaked, place / "reloads", options.reloads, options.seconds, options.concurrency
+                )
             wrong += reloaded.wrong
             if reloaded.pauses_s:
-                console.print(_told_of_reloads(reloaded, options.seconds, options.concurrency), highlight=False)
+                console.print(_told_of_reloads(reloaded, options.seconds, options.concurrency))
                 wrong += reloaded.slow_reloads()
         if options.kills:
             (place / "kills").mkdir()
@@ -545,8 +549,7 @@ def main(argv: list[str] | None = None) -> int:
             when = ", ".join(f"{count} {phase}" for phase, count in sorted(killed.killed_at.items()))
             console.print(
                 f"{sum(killed.kills.values())} processes killed in {killed.seconds:.1f} s ({when}); {killed.answers} "
-                f"answers, {killed.rounds} rounds of training.",
-                highlight=False,
+                f"answers, {killed.rounds} rounds of training."
             )
         for message in wrong[:20]:
             console.print(f"wrong: {message}", markup=False)
