@@ -106,6 +106,17 @@ def test_an_unknown_drafter_is_tried_on_a_few_requests() -> None:
     assert not policy.wants_draft(64) and policy.keeps_context(64)
 
 
+def test_rows_beyond_what_pays_are_verified_in_trials_alone() -> None:
+    """Also where some requests are not drafted for because their prompts are still being read."""
+    policy, run = on_measured_machine(32, acceptance=(0.9, 0.8, 0.7, 0.6, 0.5, 0.42, 0.35))
+    states = torch.full((30, 8, 2), 0.13)  # the head expects next to nothing of these blocks
+    trial = policy.choose(stand_in_drafter(), states[:4], RoundContext([8, 8, 8, 2], 32))
+    assert trial == [4, 4, 4, 2]
+    run.run(policy, 60)
+    assert policy.most_drafted(32) == 32
+    assert max(policy.choose(stand_in_drafter(), states, RoundContext([8] * 30, 32))) < 4
+
+
 @pytest.mark.parametrize("num_active", [8, 32])
 def test_a_better_drafter_is_adopted_soon(num_active: int) -> None:
     """After 300 rounds without use a much better version is loaded."""
