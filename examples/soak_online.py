@@ -139,12 +139,15 @@ class RoundTimes:
     """
 
     def __init__(self, engine: AdaFlashEngine, version: Callable[[], int], report: SoakReport):
-        self._version, self._report = version, report
+        self._engine, self._version, self._report = engine, version, report
         self._last: tuple[float, int] | None = None
         engine.between_rounds(self._begin)
 
     def _begin(self) -> None:
         now, version = time.perf_counter(), self._version()
+        if not self._engine.has_requests:
+            self._last = None  # called while it waits for some, which is no round
+            return
         if self._last is not None:
             began_s, before = self._last
             times = self._report.rounds_s if version == before else self._report.reload_rounds_s

@@ -28,7 +28,7 @@ def test_reloads_under_load_change_no_answer(soak, tmp_path):
     report = soak.soak_reloads(soak.save_tiny_models(tmp_path), tmp_path, reloads=5, seconds=0.0)
     assert report.wrong == []
     assert len(report.pauses_s) == 5
-    assert 4 <= len(report.reload_rounds_s) <= 5  # nothing may be left to decode after the last one
+    assert 1 <= len(report.reload_rounds_s) <= 5  # some may come while there is nothing to decode
     assert report.answers > 0
     assert len(report.rounds_s) > 5
 
