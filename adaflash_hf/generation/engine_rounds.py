@@ -218,12 +218,13 @@ class EngineRounds:
         if not members:
             return drafts
         assert self.drafter is not None
-        if policy.most_drafted(self._num_running) < self._num_running:
+        most_drafted = policy.most_drafted(self._num_running)
+        if most_drafted < self._num_running:
             # Those whose features are projected already, for the others pay for all of theirs; then the newest, which
             # live longest.
             waiting = {index: self.drafter.num_pending(decoding[index].drafter_slot) for index in members}
             cheapest = sorted(members, key=lambda index: (waiting[index], -index))
-            members = sorted(cheapest[: policy.most_drafted(self._num_running)])
+            members = sorted(cheapest[:most_drafted])
         with self.recorder.phase("draft"):
             self._run_drafter(decoding, members, longest, drafts)
         return drafts

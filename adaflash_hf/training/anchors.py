@@ -129,9 +129,8 @@ def block_visibility(
     rule = Visibility(is_causal, sliding_window)
     rows = torch.arange(anchors.shape[1] * block_size, device=anchors.device)
     block, offset = rows // block_size, rows % block_size
-    sees_context = _context_visibility(rule, anchors, context_length, block_size)
     sees_row = _within(rule, block[:, None] == block[None], offset[:, None], offset[None])  # [rows, rows]
-    return torch.cat([sees_context, sees_row.expand(len(anchors), -1, -1)], dim=-1)[:, None]
+    return _with_context(sees_row, rule, anchors, context_length, block_size)
 
 
 def own_block_visibility(
@@ -152,8 +151,7 @@ def own_block_visibility(
     offset = torch.arange(block_size, device=anchors.device)
     everywhere = torch.ones(block_size, block_size, dtype=torch.bool, device=anchors.device)
     sees_row = _within(rule, everywhere, offset[:, None], offset[None]).repeat(anchors.shape[1], 1)
-    sees_context = _context_visibility(rule, anchors, context_length, block_size)
-    return torch.cat([sees_context, sees_row.expand(len(anchors), -1, -1)], dim=-1)[:, None]
+    return _with_context(sees_row, rule, anchors, context_length, block_size)
 
 
 def drafter_masks(
@@ -286,11 +284,14 @@ def _obstacle_to_flex(config: DFlashDrafterConfig, device_type: str) -> str | No
     return None
 
 
-def _context_visibility(rule: Visibility, anchors: torch.Tensor, context_length: int, block_size: int) -> torch.Tensor:
-    """Whether a row sees a position of the context, `[batch, rows, context_length]`."""
+def _with_context(
+    sees_row: torch.Tensor, rule: Visibility, anchors: torch.Tensor, context_length: int, block_size: int
+) -> torch.Tensor:
+    """Which positions of the context each row sees, and behind them which rows, `sees_row` `[rows, keys]`."""
     row_anchors = anchors.repeat_interleave(block_size, dim=1)[..., None]
     context = torch.arange(context_length, device=anchors.device)
-    return _within(rule, context < row_anchors, block_positions(anchors, block_size)[..., None], context)
+    sees_context = _within(rule, context < row_anchors, block_positions(anchors, block_size)[..., None], context)
+    return torch.cat([sees_context, sees_row.expand(len(anchors), -1, -1)], dim=-1)[:, None]
 
 
 def _within(
