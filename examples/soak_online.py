@@ -422,9 +422,11 @@ class Killer:
             )
             self._supervisor.stopping.set()
         elif position > 0 and snapshot["buffer"].get("waiting", 0) >= ROUND_SIZE and not self._is_server_ending:
-            # There is enough to train on; without the server the trainer has the machine to itself.
-            self._is_server_ending = True
-            os.kill(snapshot["processes"]["server"]["pid"], signal.SIGTERM)
+            server = snapshot["processes"]["server"]
+            if server["is_alive"]:  # the status may be a killed one's last, and no other is started yet
+                # There is enough to train on; without the server the trainer has the machine to itself.
+                self._is_server_ending = True
+                os.kill(server["pid"], signal.SIGTERM)
 
 
 def _progress_of(snapshot: Mapping[str, Any]) -> tuple[int, int]:

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
+import random
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,21 @@ def test_killed_in_turn_everything_is_served_and_trained_on_once(soak, tmp_path,
     assert report.kills == {"trainer": 1, "server": 1}
     assert report.killed_at.total() == 2
     assert report.rounds > 0
+
+
+def test_only_a_living_server_is_ended_early(soak, tmp_path):
+    # The first one is gone, and what it wrote last is read only now.
+    gone, living = (multiprocessing.get_context("fork").Process(target=time.sleep, args=(s,)) for s in (0, 600))
+    gone.start()
+    gone.join()
+    living.start()
+    killer = soak.Killer(None, soak.SoakReport(), tmp_path, kills=0, rng=random.Random(0), longest_s=1.0)
+    status = {"server": {"position": 9}, "trainer": {}, "buffer": {"waiting": soak.ROUND_SIZE}}
+    killer.look({**status, "processes": {"server": {"pid": gone.pid, "is_alive": False}}})
+    assert living.is_alive()
+    killer.look({**status, "processes": {"server": {"pid": living.pid, "is_alive": True}}})
+    living.join()
+    assert living.exitcode == -signal.SIGTERM
 
 
 def test_a_pause_as_long_as_a_round_is_told(soak):
