@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InvalidInputError
+from ..stop_signals import call_on_signals
 from . import online_options as options
 from .help_pages import SectionedCommand
 from .options import (
@@ -41,6 +42,7 @@ __all__ = ["app"]
 app = typer.Typer(no_args_is_help=True, help="Adapt a drafter to live traffic, and swap it while it serves.")
 
 _LINE_INTERVAL_S = 30.0
+_STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
 @app.command(cls=SectionedCommand)
@@ -175,13 +177,12 @@ def _run(
     if metrics_port is not None:
         exporter = MetricsExporter(lambda: supervisor.snapshot, metrics_port, metrics_host)
         console.print(f"Metrics at http://{metrics_host}:{exporter.port}/metrics", highlight=False)
-    handlers = _stop_by_signals(supervisor.stopping)
+    undo = call_on_signals(_STOPPING, supervisor.stopping.set)
     try:
         with _Page(console) as page:
             supervisor.run(page.show)
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        undo()
         if exporter is not None:
             exporter.stop()
     console.print(
@@ -190,16 +191,6 @@ def _run(
         markup=False,
         soft_wrap=True,
     )
-
-
-def _stop_by_signals(stopping: threading.Event) -> dict[int, Any]:
-    """Returns the handlers that were there."""
-
-    def stop(number: int, frame: object) -> None:
-        del number, frame
-        stopping.set()
-
-    return {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
 
 
 class _Page:
@@ -267,11 +258,14 @@ def status(
         typer.echo(metrics_text(snapshots.take()), nl=False)
     elif watch:
         stopping = threading.Event()
-        _stop_by_signals(stopping)
-        with _Page(Console()) as page:
-            while not stopping.is_set():
-                page.show(snapshots.take())
-                stopping.wait(1.0)
+        undo = call_on_signals(_STOPPING, stopping.set)
+        try:
+            with _Page(Console()) as page:
+                while not stopping.is_set():
+                    page.show(snapshots.take())
+                    stopping.wait(1.0)
+        finally:
+            undo()
     else:
         Console().print(build_page(snapshots.take()))
 

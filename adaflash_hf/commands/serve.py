@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from ..errors import InvalidInputError, MissingDependencyError
+from ..stop_signals import call_on_signals
 from .help_pages import SectionedCommand
 
 
@@ -174,8 +175,7 @@ def reload(
             for one in client.status["replicas"]:
                 typer.echo(f"{one['url']}: version {one['version']}{': ' if one['error'] else ''}{one['error']}")
             raise typer.Exit(0 if done else 1)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: client.stop())
+        call_on_signals([signal.SIGINT, signal.SIGTERM], client.stop)
         client.run()
     finally:
         client.close()

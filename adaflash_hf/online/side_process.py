@@ -25,6 +25,7 @@ from ..errors import (
     MissingDependencyError,
     UnsupportedGenerationError,
 )
+from ..stop_signals import call_on_signals
 from .run_status import STATUS_DIRECTORY, StatusFile, read_status
 
 
@@ -60,7 +61,7 @@ class SideProcess:
 
     def on_stop(self, callback: Callable[[], Any]) -> None:
         """
-        Have a function called when the side is to end, by a signal handler or a thread.
+        Have a function called when the side is to end, by a thread.
 
         Args:
             callback (`Callable[[], Any]`):
@@ -74,7 +75,7 @@ class SideProcess:
     def running(self) -> Iterator[None]:
         """The side's work; exits with 2 after an error that starting again would not change, and with 1 else."""
         _log_to(log_path(self._publish_dir, self.name))
-        signal.signal(signal.SIGTERM, lambda *_: self._stop())
+        call_on_signals([signal.SIGTERM], self._stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._watch_parent()
         if self._threads is not None:

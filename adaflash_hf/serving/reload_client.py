@@ -150,7 +150,7 @@ class ReloadClient:
         return {"replicas": replicas, "refused": dict(self._refusals.reasons), "unfinished": dict(self._unfinished)}
 
     def stop(self) -> None:
-        """End [`run`] after the update that is going on. May be called by a signal."""
+        """End [`run`] after the update that is going on. May be called by another thread."""
         self._stopping.set()
 
     def close(self) -> None:
