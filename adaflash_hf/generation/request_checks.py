@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -151,22 +152,42 @@ def _check_rotary_embedding(text_config: PreTrainedConfig, max_length: int | Non
         )
 
 
-def check_prompt_is_given(inputs: torch.Tensor | None, model_kwargs: dict[str, Any]) -> None:
-    """Refuses an empty prompt, over which `generate()` itself stumbles with an index error.
+def check_prompt_is_given(inputs: Any, model_kwargs: dict[str, Any]) -> None:
+    """Refuses prompts over which `generate()` itself stumbles with an error of torch or Python.
 
     Args:
         inputs (`torch.Tensor`, *optional*): Argument of `generate()`.
         model_kwargs (`dict`): Its further arguments.
 
     Raises:
-        InvalidInputError: If there are ids but no columns of them, and no embeddings.
+        InvalidInputError: If ids are no tensor of two dimensions, or there are no columns of ids or embeddings.
     """
     ids, embeds = inputs if inputs is not None else model_kwargs.get("input_ids"), model_kwargs.get("inputs_embeds")
+    if ids is not None:
+        _check_ids(ids)
     columns, name = (ids, "input_ids") if embeds is None else (embeds[..., 0], "inputs_embeds")
     if columns is not None and columns.shape[-1] == 0:
         raise InvalidInputError(
             f"The prompt is empty: `{name}` has no columns, its batch has shape {tuple(columns.shape)}. Pass at least "
             "one token, for example the BOS token."
+        )
+
+
+def _check_ids(ids: Any) -> None:
+    if isinstance(ids, Mapping):
+        raise InvalidInputError(
+            f"The prompt is a {type(ids).__name__} with {', '.join(map(repr, ids))}, expected a tensor of ids. Pass "
+            "what is in it: `target.generate(**inputs, assistant_model=drafter)`."
+        )
+    if not isinstance(ids, torch.Tensor):
+        raise InvalidInputError(
+            f"`input_ids` is a {type(ids).__name__}, expected a tensor of shape (batch_size, length). Tokenize with "
+            "`return_tensors='pt'`."
+        )
+    if ids.ndim != 2:
+        raise InvalidInputError(
+            f"`input_ids` has shape {tuple(ids.shape)}, expected (batch_size, length). Pass one prompt as "
+            "`input_ids[None]`, and several padded on the left."
         )
 
 

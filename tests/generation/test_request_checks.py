@@ -16,7 +16,14 @@ from plain_comparison import (
     rows_per_forward,
 )
 from tiny_models import tiny_drafter, tiny_target
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig, MambaConfig, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BatchEncoding,
+    GenerationConfig,
+    MambaConfig,
+    T5Config,
+)
 from transformers.cache_utils import QuantizedLayer
 
 from adaflash_hf import AdaFlashError, DrafterCompatibilityError, InvalidInputError, UnsupportedGenerationError
@@ -83,6 +90,23 @@ def test_empty_prompt(shape: tuple[int, int]) -> None:
 def test_empty_prompt_of_embeddings() -> None:
     inputs = {"inputs_embeds": torch.zeros(1, 0, 32)}
     assert_refused(exact_target(), InvalidInputError, "`inputs_embeds` has no columns", inputs)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (
+            {"inputs": BatchEncoding({"input_ids": prompt()})},
+            r"a BatchEncoding with 'input_ids'.*\(\*\*inputs",
+        ),
+        ({"input_ids": prompt().tolist()}, "`input_ids` is a list, expected a tensor.*return_tensors='pt'"),
+        ({"inputs": "Name three rivers."}, "`input_ids` is a str"),
+        ({"input_ids": prompt()[0]}, r"`input_ids` has shape \(9,\), expected \(batch_size, length\)"),
+    ],
+    ids=["encoding", "list", "text", "one dimension"],
+)
+def test_prompt_of_another_form(inputs: dict[str, Any], message: str) -> None:
+    assert_refused(exact_target(), InvalidInputError, message, inputs)
 
 
 @pytest.mark.parametrize("columns", [5, 15])
