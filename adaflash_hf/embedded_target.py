@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 from .cpu_arithmetic import multiplies_natively
 from .error_text import first_line, install_hint
 from .errors import InvalidInputError, MissingDependencyError
-from .hub_connection import hub_or_cache
+from .hub_connection import hub_or_cache, is_missing_directory
 
 
 __all__ = [
@@ -180,18 +180,33 @@ def _resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtyp
 
 
 def _load_named(name_or_path: str, dtype: torch.dtype, report: ProgressCallback) -> LoadedTarget:
+    if is_missing_directory(name_or_path, may_lack_owner=True):
+        raise InvalidInputError(
+            f"`target` is {name_or_path!r}, and there is no such directory here. Pass a Hub id, the directory of a "
+            f"causal language model, or {EMBEDDED_TARGET_NAME!r}."
+        )
     report(f"Loading {name_or_path}")
     try:
         with hub_or_cache(name_or_path):
             tokenizer = AutoTokenizer.from_pretrained(name_or_path)
             model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
     except (OSError, ValueError, StrictDataclassError) as error:
-        reason = first_line(error)
+        reason = "it is a drafter" if _is_drafter(name_or_path) else first_line(error)
         raise InvalidInputError(
             f"`target` is {name_or_path!r} and cannot be loaded ({reason}). Pass a Hub id, the directory of a causal "
             f"language model, or {EMBEDDED_TARGET_NAME!r}."
         ) from error
     return LoadedTarget(model, tokenizer)
+
+
+def _is_drafter(directory: str) -> bool:
+    """Whether target and drafter were mixed up; then what the tokenizer's loader says explains nothing."""
+    try:
+        return (
+            json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))["model_type"] == "dflash_drafter"
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _load_embedded(dtype: torch.dtype, report: ProgressCallback) -> LoadedTarget:

@@ -6,12 +6,13 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from .error_text import first_line
 from .hub_upload import hub_errors
 
 
-__all__ = ["hub_or_cache"]
+__all__ = ["hub_or_cache", "is_missing_directory"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,26 @@ def hub_or_cache(name_or_path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         constants.HF_HUB_OFFLINE = before
+
+
+def is_missing_directory(name_or_path: str, *, may_lack_owner: bool = False) -> bool:
+    """
+    Whether this can only be meant as a directory, and is none: the Hub would be asked for it, for a long time.
+
+    Args:
+        name_or_path (`str`):
+            What the user gave.
+        may_lack_owner (`bool`, *optional*, defaults to `False`):
+            Whether a single word may be a repository, as `gpt2` is.
+    """
+    path = Path(name_or_path)
+    if path.is_dir():
+        return False
+    if path.is_absolute() or name_or_path.startswith((".", "~")):
+        return True
+    if len(path.parts) == 2:
+        return Path(path.parts[0]).is_dir()
+    return len(path.parts) > 2 or not may_lack_owner
 
 
 def _answers(name: str) -> bool:

@@ -17,7 +17,7 @@ from tiny_models import tiny_drafter
 from adaflash_hf.commands.loading import load_drafter
 from adaflash_hf.embedded_target import load_target
 from adaflash_hf.errors import InvalidInputError
-from adaflash_hf.hub_connection import hub_or_cache
+from adaflash_hf.hub_connection import hub_or_cache, is_missing_directory
 from adaflash_hf.online.inference_process import load_served_drafter
 from adaflash_hf.online.published_versions import PublishedVersions
 from adaflash_hf.serving.formats import TargetFiles, read_drafter
@@ -36,6 +36,29 @@ def cut_off(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
 def files(model: Any, folder: Path) -> dict[str, bytes]:
     model.save_pretrained(folder)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_missing"),
+    [
+        ("org/model", False),
+        ("model", False),
+        ("models/there", False),
+        ("models/nope", True),
+        ("./nope", True),
+        ("a/b/c", True),
+        ("/nope", True),
+    ],
+)
+def test_what_can_only_be_a_directory_is_not_looked_for_at_the_hub(
+    name: str, is_missing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "there").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert is_missing_directory(name, may_lack_owner=True) is is_missing
+    if is_missing:
+        with pytest.raises(InvalidInputError, match=f"`target` is '{name}', and there is no such directory here"):
+            load_target(name, device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,9 @@ def objectives(
     target_model, tokenizer = load_target(target, dtype.value, device=device, on_progress=console.print)
     sizes = {"num_hidden_layers": layers, "block_size": block_size}
     new_drafter = _starts(init, {name: size for name, size in sizes.items() if size}, target_model, tokenizer)
-    trained = _load_float32(head_drafter) if Compare.HEADS in wanted and head_drafter is not None else None
+    trained = (
+        _load_float32(head_drafter, "--head-drafter") if Compare.HEADS in wanted and head_drafter is not None else None
+    )
     example = new_drafter(0)
     data = _split(target_model, trajectories, example.config.target_layer_ids, max_tokens, held_out, features)
     given = {
@@ -195,14 +197,10 @@ def length_head(
     console = Console(markup=False)  # names and places may have brackets
     target_model, _ = load_target(target, dtype.value, device=device, on_progress=console.print)
     model = load_drafter(drafter, target_model)
-    place = {"dtype": target_model.dtype}
     heads = {} if model.length_head is None else {"length head": model.length_head}
-    heads |= {
-        name: LengthHeadModel.from_pretrained(path, **place).to(target_model.device)
-        for name, path in named_heads.items()
-    }
+    heads |= {name: _load_head(LengthHeadModel, path, "--head", target_model) for name, path in named_heads.items()}
     confidences = {
-        name: ConfidenceHeadModel.from_pretrained(path, **place).to(target_model.device)
+        name: _load_head(ConfidenceHeadModel, path, "--confidence-head", target_model)
         for name, path in named_confidences.items()
     }
     data = _split(target_model, trajectories, model.config.target_layer_ids, max_tokens, held_out, features)
@@ -271,14 +269,21 @@ def _split(
     return AblationData(Subset(dataset, train), Subset(dataset, judged))
 
 
-def _load_float32(name_or_path: str) -> DFlashDrafterModel:
+def _load_head(model_class: Any, name_or_path: str, option: str, target_model: PreTrainedModel) -> Any:
+    from .loading import loading_checkpoint
+
+    with loading_checkpoint(name_or_path, option):
+        return model_class.from_pretrained(name_or_path, dtype=target_model.dtype).to(target_model.device)
+
+
+def _load_float32(name_or_path: str, option: str) -> DFlashDrafterModel:
     import torch
 
-    from ..hub_connection import hub_or_cache
     from ..modeling_dflash_drafter import DFlashDrafterModel
+    from .loading import loading_checkpoint
 
     # Weights are trained in float32, whatever they were saved in.
-    with hub_or_cache(name_or_path):
+    with loading_checkpoint(name_or_path, option):
         return DFlashDrafterModel.from_pretrained(name_or_path, dtype=torch.float32)
 
 
@@ -299,7 +304,7 @@ def _starts(
     if init is not None:
         if fields:
             raise InvalidInputError(f"`--init` is {init!r}, whose sizes are settled; leave out {', '.join(fields)}.")
-        loaded = _load_float32(init)
+        loaded = _load_float32(init, "--init")
         return lambda seed: copy.deepcopy(loaded)
     mask_token_id = initialization.choose_mask_token_id(target_model, tokenizer)
     fields = {"block_size": 8 if target_model.device.type == "cpu" else 16, **fields}

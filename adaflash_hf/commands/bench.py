@@ -211,7 +211,7 @@ def _load(
     from ..evaluation.bench import describe_environment
     from ..evaluation.bench_methods import BenchModels, needs_drafter
     from ..generation.prepacking import settle_prepacking
-    from .loading import load_drafter, load_models
+    from .loading import load_drafter, load_models, loading_checkpoint
 
     drafter_model: Any = None
     if any(needs_drafter(name) for name in methods):
@@ -225,11 +225,11 @@ def _load(
         settle_prepacking(assistant_model, prepack)
     head: Any = None
     if extra.confidence_head is not None:
-        head = (
-            AutoModel.from_pretrained(extra.confidence_head, dtype=target_model.dtype).to(target_model.device).eval()
-        )
+        with loading_checkpoint(extra.confidence_head, "--confidence-head"):
+            head = AutoModel.from_pretrained(extra.confidence_head, dtype=target_model.dtype)
+        head = head.to(target_model.device).eval()
     pad = tokenizer.pad_token_id
-    osd = None if extra.osd_drafter is None else load_drafter(extra.osd_drafter, target_model)
+    osd = None if extra.osd_drafter is None else load_drafter(extra.osd_drafter, target_model, "--osd-drafter")
     if osd is not None:
         settle_prepacking(osd, prepack, allow_rounding=True)
     models = BenchModels(target_model, drafter_model, assistant_model, head, 0 if pad is None else pad, osd)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
@@ -100,20 +100,27 @@ def _read(path: Path, context: typer.Context) -> dict[str, Any]:
             f"`--config` is {str(path)!r}, which holds a {type(content).__name__}; give one `option: value` per line."
         )
     parameters = {p.name: p for p in context.command.params if p.name is not None and p.name not in _NOT_IN_FILES}
+    spellings = {_as_key(option): name for name, p in parameters.items() for option in (name, *p.opts)}
     values = {}
     for key, value in content.items():
-        name = _option_name(str(key), parameters, path)
+        name = _option_name(str(key), spellings, path)
         if value is not None:
             values[name] = _as_given(value, getattr(parameters[name], "multiple", False))
     return values
 
 
-def _option_name(key: str, names: Collection[str], path: Path) -> str:
-    name = key.lstrip("-").replace("-", "_")
-    if name in names:
+def _as_key(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")
+
+
+def _option_name(key: str, spellings: Mapping[str, str], path: Path) -> str:
+    """The name of an option that may have several, such as `lr` of `learning_rate`."""
+    if (name := spellings.get(_as_key(key))) is not None:
         return name
-    close = get_close_matches(name, names, n=1, cutoff=0.5)
-    nearest = f"did you mean `{close[0]}`?" if close else f"known keys are {', '.join(sorted(names))}."
+    close = get_close_matches(_as_key(key), spellings, n=1, cutoff=0.5)
+    nearest = (
+        f"did you mean `{close[0]}`?" if close else f"known keys are {', '.join(sorted(set(spellings.values())))}."
+    )
     raise InvalidInputError(f"`--config` is {str(path)!r}, whose key {key!r} is no option of this command; {nearest}")
 
 

@@ -11,6 +11,7 @@ from ..embedded_target import EMBEDDED_TARGET_NAME, ProgressCallback, load_targe
 from ..error_text import first_line
 from ..errors import InvalidInputError
 from ..generation.prepacking import has_prepacked_layers, settle_prepacking, unpacked_twin
+from ..hub_connection import hub_or_cache, is_missing_directory
 
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
 
-__all__ = ["LoadedModels", "find_baseline", "find_drafter", "load_drafter", "load_models"]
+__all__ = ["LoadedModels", "find_baseline", "find_drafter", "load_drafter", "load_models", "loading_checkpoint"]
 
 _DRAFTER_OF_EMBEDDED_TARGET = "adaflash-drafter-smollm2-135m"
 _CHECKPOINTS_DIRECTORY = Path(__file__).resolve().parents[2] / "checkpoints"
@@ -45,11 +46,7 @@ def find_drafter(target: str, drafter: str | None) -> str:
             Value of `--drafter`.
     """
     if drafter is not None:
-        if _is_missing_directory(drafter):
-            raise InvalidInputError(
-                f"`--drafter` is {drafter!r}, and there is no such directory here; pass a directory with a "
-                "config.json and model.safetensors, or a Hub id as 'org/name'."
-            )
+        _refuse_missing_directory(drafter, "--drafter")
         return drafter
     if target != EMBEDDED_TARGET_NAME:
         raise InvalidInputError(
@@ -65,14 +62,38 @@ def find_drafter(target: str, drafter: str | None) -> str:
     return str(directory)
 
 
-def _is_missing_directory(name_or_path: str) -> bool:
-    """Whether this can only be meant as a directory, and is none: the Hub would be asked for it, for a long time."""
-    path = Path(name_or_path)
-    looks_local = path.is_absolute() or len(path.parts) != 2 or name_or_path.startswith((".", "~"))
-    return not path.is_dir() and (looks_local or Path(path.parts[0]).is_dir())
+@contextmanager
+def loading_checkpoint(name_or_path: str, option: str) -> Iterator[None]:
+    """
+    A block that loads the drafter or head that an option names; where there is none, it says so by that option.
+
+    Args:
+        name_or_path (`str`):
+            Hub id or directory.
+        option (`str`):
+            As it is written on the command line.
+    """
+    _refuse_missing_directory(name_or_path, option)
+    try:
+        # Downloads keep their bars.
+        with without_progress_bars() if Path(name_or_path).is_dir() else nullcontext(), hub_or_cache(name_or_path):
+            yield
+    except OSError as error:
+        raise InvalidInputError(
+            f"`{option}` is {name_or_path!r} and cannot be loaded ({first_line(error)}). Pass a Hub id or a directory "
+            "with a config.json and model.safetensors."
+        ) from error
 
 
-def load_drafter(name_or_path: str, target_model: PreTrainedModel) -> DFlashDrafterModel:
+def _refuse_missing_directory(name_or_path: str, option: str) -> None:
+    if is_missing_directory(name_or_path):
+        raise InvalidInputError(
+            f"`{option}` is {name_or_path!r}, and there is no such directory here; pass a directory with a "
+            "config.json and model.safetensors, or a Hub id as 'org/name'."
+        )
+
+
+def load_drafter(name_or_path: str, target_model: PreTrainedModel, option: str = "--drafter") -> DFlashDrafterModel:
     """
     Load a drafter in its target's dtype and onto its device.
 
@@ -81,19 +102,13 @@ def load_drafter(name_or_path: str, target_model: PreTrainedModel) -> DFlashDraf
             Hub id or directory.
         target_model (`PreTrainedModel`):
             The target it will draft for.
+        option (`str`, *optional*, defaults to `"--drafter"`):
+            What the user named it by.
     """
-    from ..hub_connection import hub_or_cache
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
-    try:
-        with hub_or_cache(name_or_path):
-            drafter = DFlashDrafterModel.from_pretrained(name_or_path, dtype=target_model.dtype)
-    except OSError as error:
-        reason = first_line(error)
-        raise InvalidInputError(
-            f"`--drafter` is {name_or_path!r} and cannot be loaded ({reason}). Pass a Hub id or a directory with a "
-            "config.json and model.safetensors."
-        ) from error
+    with loading_checkpoint(name_or_path, option):
+        drafter = DFlashDrafterModel.from_pretrained(name_or_path, dtype=target_model.dtype)
     return drafter.to(target_model.device).eval()
 
 
@@ -119,11 +134,9 @@ def load_models(
     """
     # Before the target: a missing drafter should not cost the user the loading time.
     drafter_path = find_drafter(target, drafter)
-    with _reporting_progress(console, own_bars=target == EMBEDDED_TARGET_NAME) as report:
+    with _reporting_progress(console, downloads=target != EMBEDDED_TARGET_NAME) as report:
         target_model, tokenizer = load_target(target, dtype, device=device, on_progress=report)
-    # Downloads keep their bars.
-    with without_progress_bars() if Path(drafter_path).is_dir() else nullcontext():
-        drafter_model = load_drafter(drafter_path, target_model)
+    drafter_model = load_drafter(drafter_path, target_model)
     settle_prepacking(target_model, prepack)
     settle_prepacking(drafter_model, prepack, allow_rounding=True)
     return LoadedModels(target_model, tokenizer, drafter_model)
@@ -153,9 +166,9 @@ def find_baseline(target_model: PreTrainedModel, baseline: str, console: Console
 
 
 @contextmanager
-def _reporting_progress(console: Console, *, own_bars: bool) -> Iterator[ProgressCallback]:
+def _reporting_progress(console: Console, *, downloads: bool) -> Iterator[ProgressCallback]:
     """A spinner, or plain lines where downloads draw bars of their own that a spinner would tear up."""
-    if not own_bars or not console.is_terminal:
+    if downloads or not console.is_terminal:
         yield lambda message: console.print(f"{message} ...", highlight=False, markup=False)
         return
     with console.status("Loading") as status:

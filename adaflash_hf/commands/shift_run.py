@@ -216,7 +216,7 @@ class ShiftRun:
         finished = []
         for domain in domains:
             given = self.references.get(domain)
-            drafter = None if given is None else load_drafter(given, models.target_model)
+            drafter = None if given is None else load_drafter(given, models.target_model, "--reference")
             finished.append(shift.run_reference(domain, plan, drafter))
             tau = finished[-1].rounds[0]["held_out"][domain]["acceptance_length"]
             self._say(f"trained on {domain}: held-out tau {tau:.3f}")

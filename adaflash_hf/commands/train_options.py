@@ -230,7 +230,10 @@ LengthLabelsOption = Annotated[
         rich_help_panel=_LEARN,
     ),
 ]
-ObjectiveOption = Annotated[Objective | None, typer.Option("--objective", rich_help_panel=_LEARN)]
+ObjectiveOption = Annotated[
+    Objective | None,
+    typer.Option("--objective", help="Loss of a slot; mixture is of hard and soft labels.", rich_help_panel=_LEARN),
+]
 HardLabelWeightOption = Annotated[
     float | None,
     typer.Option("--hard-label-weight", min=0.0, max=1.0, help="α of the mixture.", rich_help_panel=_LEARN),
@@ -284,14 +287,20 @@ EpochsOption = Annotated[
 StepsOption = Annotated[
     int | None, typer.Option("--steps", min=1, help="Steps, instead of --epochs.", rich_help_panel=_RUN)
 ]
-OptimizerOption = Annotated[Optimizer | None, typer.Option("--optimizer", rich_help_panel=_RUN)]
+OptimizerOption = Annotated[
+    Optimizer | None,
+    typer.Option("--optimizer", help="muon is for matrices; AdamW takes the rest.", rich_help_panel=_RUN),
+]
 LearningRateOption = Annotated[
     float | None, typer.Option("--learning-rate", "--lr", help="Of what is trained.", rich_help_panel=_RUN)
 ]
 VectorLearningRateOption = Annotated[
     float | None, typer.Option("--vector-learning-rate", help="Of norms.", rich_help_panel=_RUN)
 ]
-WarmupOption = Annotated[int | None, typer.Option("--warmup-steps", min=0, rich_help_panel=_RUN)]
+WarmupOption = Annotated[
+    int | None,
+    typer.Option("--warmup-steps", min=0, help="Steps in which the rate rises from 0.", rich_help_panel=_RUN),
+]
 DecayFractionOption = Annotated[
     float | None,
     typer.Option(
@@ -313,7 +322,9 @@ FeaturesOption = Annotated[
         rich_help_panel=_RUN,
     ),
 ]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, rich_help_panel=_RUN)]
+SeedOption = Annotated[
+    int, typer.Option("--seed", min=0, help="Of new weights, order and anchors.", rich_help_panel=_RUN)
+]
 ResumeOption = Annotated[
     bool, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint in --out.", rich_help_panel=_RUN)
 ]

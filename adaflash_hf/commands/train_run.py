@@ -6,7 +6,6 @@ import json
 import math
 import os
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +32,7 @@ __all__ = ["TrainingRun"]
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 _CONFIDENCE_HEAD = "confidence-head"
+_WRITTEN_MODEL_TYPES = ("dflash_drafter", "adaflash_confidence_head")
 _EVALUATIONS = 20
 _KEPT_CHECKPOINTS = 2
 _MINIMUM_STEPS_BETWEEN_EVALUATIONS = 25
@@ -126,6 +126,7 @@ class TrainingRun:
         check_reporting(self.report_to)
         if self.is_main:
             check_writable(self.out)
+            self._check_holds_no_other_model()
             for path in self.trajectories if self.features == "cache" else ():
                 check_writable(path, "trajectories")
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -145,15 +146,27 @@ class TrainingRun:
         if self.push_to_hub is not None and self.is_main:
             reserve_repository(self.push_to_hub, private=self.private)
 
+    def _check_holds_no_other_model(self) -> None:
+        """The drafter's files would take the place of that model's: of the target's, where the two are mixed up."""
+        try:
+            config = json.loads((self.out / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return
+        model_type = config.get("model_type") if isinstance(config, dict) else None
+        if model_type not in _WRITTEN_MODEL_TYPES:
+            raise InvalidInputError(
+                f"`--out` is {str(self.out)!r}, which holds a model of type {model_type!r} that would be overwritten; "
+                "pass another directory for the drafter."
+            )
+
     def _drafter(
         self, target_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     ) -> DFlashDrafterModel | PeftModel:
         import torch
 
-        from ..embedded_target import without_progress_bars
-        from ..hub_connection import hub_or_cache
         from ..modeling_dflash_drafter import DFlashDrafterModel
         from ..training.initialization import attach_length_head
+        from .loading import loading_checkpoint
 
         if self.init is None:
             return self._new_drafter(target_model, tokenizer)
@@ -163,7 +176,7 @@ class TrainingRun:
                 "it out, or train --from-scratch."
             )
         # Weights are trained in float32, whatever they were saved in.
-        with without_progress_bars() if Path(self.init).is_dir() else nullcontext(), hub_or_cache(self.init):
+        with loading_checkpoint(self.init, "--init"):
             drafter = DFlashDrafterModel.from_pretrained(self.init, dtype=torch.float32)
         trains_length_head = self.only not in ("drafter", _CONFIDENCE_HEAD)
         if drafter.length_head is None and self.length_head is not None and trains_length_head:
@@ -212,12 +225,26 @@ class TrainingRun:
             dataset, self.features = open_trajectories(
                 target_model, self.trajectories, layer_ids, self.features, max_tokens=self.max_tokens, on_shard=show
             )
+        self._warn_of_other_targets(target_model.name_or_path)
         self.console.print(
             f"{len(dataset)} trajectories, {dataset.num_response_tokens} response tokens, domains "
             f"{', '.join(dataset.domains)}; target features: {self.features}.",
             highlight=False,
         )
         return dataset
+
+    def _warn_of_other_targets(self, target: str) -> None:
+        """Only told: the same target may be a directory here and a name on the Hub there."""
+        from ..training.trajectories import read_settings
+
+        for directory in self.trajectories:
+            maker = read_settings(directory).get("target")
+            if maker and maker != target:
+                self.console.print(
+                    f"Warning: {directory} holds responses of {maker!r}, and the target is {target!r}. If these "
+                    "are not the same model, little of what the drafter learns will be accepted.",
+                    highlight=False,
+                )
 
     def _trainer(
         self, target_model: PreTrainedModel, drafter: DFlashDrafterModel | PeftModel, dataset: TrajectoryDataset
@@ -350,8 +377,8 @@ class TrainingRun:
             if different:
                 listed = ", ".join(f"{name}: {stored.get(name)!r} there, {settings[name]!r} now" for name in different)
                 raise InvalidInputError(
-                    f"`--out` is {str(self.out)!r}, which holds an unfinished run with other settings ({listed}). "
-                    "Repeat its options to resume it, give --no-resume to start anew, or another directory."
+                    f"`--out` is {str(self.out)!r}, which holds a run with other settings ({listed}). Repeat its "
+                    "options to go on with it, give --no-resume to start anew, or another directory."
                 )
         if self.is_main:
             more = {

@@ -111,6 +111,11 @@ class FeatureShard:
 
     def __init__(self, path: Path, layer_ids: Sequence[int]) -> None:
         self.path = path
+        if not path.exists():
+            raise InvalidInputError(
+                f"`{path.name}` is not in {str(path.parent)!r}: these trajectories were made without --features. "
+                "Compute them on the fly (--features compute), or once, beside the trajectories (--features cache)."
+            )
         with self._open() as file:
             stored = json.loads((file.metadata() or {}).get("target_layer_ids", "null"))
         if stored != list(layer_ids):

@@ -137,6 +137,10 @@ class DrafterTrainingArguments(TrainingArguments):
         for name in ("anchors_per_trajectory", "eval_anchors_per_trajectory"):
             if getattr(self, name) < 1:
                 raise InvalidInputError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
+        for name in ("learning_rate", "vector_learning_rate", "length_head_learning_rate", "num_train_epochs"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InvalidInputError(f"`{name}` is {value}; it must be above 0.")
         if self.length_scale <= 0:
             raise InvalidInputError(f"`length_scale` is {self.length_scale}; it must be above 0 (1.3 is usual).")
         if self.teacher == "none" and self.draft_objective.needs_teacher and self.trains_drafter:

@@ -156,7 +156,8 @@ def split_by_prompt(dataset: TrajectoryDataset, num_held_out: int) -> tuple[list
     """
     if not 0 <= num_held_out < len(dataset):
         raise InvalidInputError(
-            f"`num_held_out` is {num_held_out} of {len(dataset)} trajectories; leave some of them for training."
+            f"`num_held_out` (--held-out) is {num_held_out}, but there are {len(dataset)} trajectories; leave some of "
+            "them for training."
         )
     hashes = [hashlib.sha256(dataset.prompt_ids(index).tobytes()).digest() for index in range(len(dataset))]
     limit = sorted(hashes)[num_held_out - 1] if num_held_out else b""

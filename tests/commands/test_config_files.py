@@ -54,6 +54,9 @@ def test_the_file_stands_in_for_defaults_and_the_command_line_wins(tmp_path):
     path.write_text("out: here\nname: one\nlayers: null\n")
     assert run(path).exit_code == 0
     assert seen["name"] == ["one"] and seen["layers"] is None and seen["rate"] == 0.5
+    for spelling in ("lr", "learning-rate"):
+        path.write_text(f"out: here\n{spelling}: 0.25\n")
+        assert run(path).exit_code == 0 and seen["rate"] == 0.25
 
 
 def test_values_in_a_file_are_checked_as_on_the_command_line(tmp_path):

@@ -63,6 +63,13 @@ def test_a_missing_drafter_is_told_in_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_a_drafter_in_the_target_s_place_is_told(tmp_path, console):
+    save_tiny_models(tmp_path)
+    target, drafter = str(tmp_path / "target"), str(tmp_path / "drafter")
+    with pytest.raises(InvalidInputError, match=r"`target` is .*drafter' and cannot be loaded \(it is a drafter\)"):
+        load_models(drafter, target, "float32", "cpu", False, console)
+
+
 def test_the_drafter_is_looked_for_before_the_target_loads(monkeypatch, console):
     monkeypatch.setattr(loading, "load_target", lambda *args, **kwargs: pytest.fail("the target was loaded"))
     with pytest.raises(InvalidInputError):

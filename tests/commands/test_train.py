@@ -237,13 +237,37 @@ def test_presets_are_listed_without_a_run(capsys):
         (["--only", "length-head"], "--init"),
         (["--init", "DRAFTER", "--layers", "3"], "`layers`"),
         (["--objective", "cross_entropy", "--clip", "sum"], "clip"),
-        (["--held-out", "12"], "num_held_out"),
+        (["--held-out", "12"], "(--held-out) is 12, but there are 12 trajectories"),
+        (["--init", "no/such/drafter"], "`--init` is 'no/such/drafter', and there is no such directory here"),
     ],
 )
 def test_wrong_usage_is_one_line(directory, tmp_path, capsys, arguments, message):
     assert run(directory, tmp_path / "out", *arguments) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+def test_a_model_of_another_kind_is_not_overwritten(directory, tmp_path, capsys):
+    byte_target().save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert run(directory, tmp_path) == 2
+    assert "holds a model of type 'llama' that would be overwritten" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_responses_of_another_target_are_told(tmp_path, capsys):
+    target = byte_target()
+    target.name_or_path = "org/other"
+    trajectories = make_trajectories(tmp_path / "t", target)
+    assert run(trajectories, tmp_path / "out", "--steps", 1) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"Warning: {trajectories} holds responses of 'org/other', and the target is ''" in shown
+
+
+def test_features_that_were_not_stored_are_told(tmp_path, capsys):
+    trajectories = make_trajectories(tmp_path / "t", byte_target())
+    assert run(trajectories, tmp_path / "out", "--features", "stored") == 2
+    assert "these trajectories were made without --features" in capsys.readouterr().err
 
 
 def test_help_names_every_option(capsys):

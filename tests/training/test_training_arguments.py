@@ -32,6 +32,9 @@ def test_they_survive_their_json(tmp_path):
         ({"teacher": "big"}, "teacher"),
         ({"teacher": "none"}, "teacher"),
         ({"anchors_per_trajectory": 0}, "anchors_per_trajectory"),
+        ({"learning_rate": -1.0}, "`learning_rate` is -1.0; it must be above 0"),
+        ({"vector_learning_rate": 0.0}, "vector_learning_rate"),
+        ({"num_train_epochs": 0}, "num_train_epochs"),
     ],
 )
 def test_values_out_of_range_are_refused(tmp_path, fields, name):
