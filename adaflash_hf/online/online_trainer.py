@@ -125,7 +125,7 @@ class OnlineTrainer:
         return self._rounds
 
     def stop(self) -> None:
-        """End [`run`] soon; an unfinished round is begun anew by the next trainer. May be called by a signal."""
+        """End [`run`] soon; an unfinished round is begun anew by the next trainer. For other threads."""
         self._stopping.set()
 
     def run(self, max_rounds: int | None = None) -> int:
@@ -164,6 +164,7 @@ class OnlineTrainer:
 
     def waiting_for(self) -> str | None:
         """What is missing for a round; None if nothing is."""
+        self.status.fields["looked_s"] = time.time()
         if self.buffer.open_round() is not None:
             return None
         depth, arguments = self.buffer.depth(), self.arguments

@@ -90,7 +90,7 @@ class Supervisor:
         inference: Settings of the inference side; None attaches the trainer to a buffer that others fill.
         poll_s: Seconds between two looks.
         endures_quick_deaths: Whether to start a side again however often it dies soon after its start.
-        stopping: Set to end; may be set by a signal handler.
+        stopping: Set to end; not by a signal handler, see [`call_on_signals`].
         snapshot: The newest status, see [`RunSnapshots.take`].
     """
 
@@ -200,7 +200,8 @@ class Supervisor:
         if not others or not others[0].is_done:
             return False
         status, served = self.snapshot["trainer"], self.snapshot["server"]
-        has_looked_since = status.get("updated_s", 0) > served.get("updated_s", 0)
+        # Not when it told what it saw: the server's last answers may have come in between.
+        has_looked_since = status.get("looked_s", 0) > served.get("updated_s", 0)
         return status.get("phase") == "waiting" and not status.get("error") and has_looked_since
 
     def _end_sides(self) -> None:

@@ -13,8 +13,10 @@ from tiny_online_run import NUM_PROMPTS, inference_settings, save_models, traine
 from tqdm.auto import tqdm
 
 from adaflash_hf.errors import InvalidInputError, PublishedVersionError
+from adaflash_hf.online import inference_process
 from adaflash_hf.online import supervisor as supervisor_module
 from adaflash_hf.online.inference_process import PromptTraffic
+from adaflash_hf.online.online_trainer import OnlineTrainer
 from adaflash_hf.online.publisher import Publisher
 from adaflash_hf.online.replay_buffer import ReplayBuffer
 from adaflash_hf.online.round_training import RoundTrainer
@@ -53,6 +55,7 @@ def die_once(monkeypatch, owner, name, marker, is_due):
 
 def test_all_prompts_are_served_and_trained_on_even_if_both_sides_are_killed(models, tmp_path, monkeypatch):
     # The server dies in the midst of the prompts, the trainer in the midst of a round.
+    monkeypatch.setattr(inference_process, "_STATUS_INTERVAL_S", 0.05)
     inference = inference_settings(models, tmp_path, max_new_tokens=24, concurrency=2)
     supervisor = Supervisor(trainer_settings(models, tmp_path), inference, poll_s=0.05)
     answered, trained = tmp_path / "answered", tmp_path / "trained"
@@ -85,6 +88,31 @@ def test_all_prompts_are_served_and_trained_on_even_if_both_sides_are_killed(mod
         versions.get(number).check_files()
     assert versions.latest().version >= 1
     assert json.loads(supervisor.status_path.read_text())["versions"]["served"] == versions.latest().version
+
+
+def test_what_the_server_records_after_the_trainer_has_looked_is_trained_on_too(models, tmp_path, monkeypatch):
+    waiting_for, finish, looked = OnlineTrainer.waiting_for, PromptTraffic.finish, tmp_path / "looked"
+
+    def tells_late(trainer):
+        """What it sees before all is served, it tells only when the server has ended."""
+        reason = waiting_for(trainer)
+        looked.touch()
+        while reason and read_status(tmp_path / "published", "server").get("phase") != "stopped":
+            time.sleep(0.01)
+        return reason
+
+    def finishes_later(traffic, number):
+        while not looked.exists():
+            time.sleep(0.01)
+        finish(traffic, number)
+
+    monkeypatch.setattr(OnlineTrainer, "waiting_for", tells_late)
+    monkeypatch.setattr(PromptTraffic, "finish", finishes_later)
+    trainer = trainer_settings(models, tmp_path, poll_s=4.0)  # in which the server's process ends
+    supervisor = Supervisor(trainer, inference_settings(models, tmp_path), poll_s=0.05)
+    supervisor.run(lambda snapshot: None)
+    assert ReplayBuffer(tmp_path / "buffer").depth().waiting < 4
+    assert supervisor.snapshot["trainer"]["rounds_done"] >= 1
 
 
 def test_a_side_that_cannot_work_ends_the_run_with_its_reason(models, tmp_path):
