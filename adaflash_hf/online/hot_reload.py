@@ -262,6 +262,8 @@ class HotReloader:
                 return False
             self._fill_copy(version, pointer)
         except PublishedVersionError as error:
+            if self._is_overtaken(pointer):
+                return False
             # A file that could not be read may be readable next time; anything else is wrong for good.
             if isinstance(error.__cause__, OSError):
                 self._note_error(str(error))
@@ -274,6 +276,13 @@ class HotReloader:
             self._status.waiting_for, self._status.error = "the next round", ""
             self._candidate = _Candidate(pointer.version)
         return True
+
+    def _is_overtaken(self, pointer: VersionPointer) -> bool:
+        """Whether another version is wanted by now: this one may have been removed while it was read."""
+        try:
+            return self.versions.pointer() != pointer
+        except PublishedVersionError:
+            return False
 
     def _cannot_judge(self, manifest: VersionManifest, pointer: VersionPointer) -> str | None:
         """Why it is too early to say whether a version is sound; None if it is not."""

@@ -136,7 +136,13 @@ class PublishedVersion:
         Raises:
             PublishedVersionError: A file is missing, is there in addition, or is not the one that was published.
         """
-        found = checksums_of(self.path)
+        try:
+            found = checksums_of(self.path)
+        except OSError as error:
+            raise PublishedVersionError(
+                f"Version {self.version} in {str(self.path)!r} cannot be read ({error}); the version before it stays "
+                "in use."
+            ) from error
         for name in sorted(found.keys() | self.manifest.files.keys()):
             if found.get(name) != self.manifest.files.get(name):
                 raise PublishedVersionError(

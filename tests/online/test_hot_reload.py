@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from adaflash_hf.generation.drafter_hooks import hooks_of
 from adaflash_hf.generation.engine import AdaFlashEngine
 from adaflash_hf.generation.engine_requests import RequestResult
 from adaflash_hf.generation.prepacking import prepack_linear_layers
+from adaflash_hf.online import hot_reload
 from adaflash_hf.online.hot_reload import HotReloader
+from adaflash_hf.online.published_versions import PublishedVersion
 from adaflash_hf.online.publisher import Publisher
 from adaflash_hf.training.lora import add_lora
 
@@ -173,6 +176,34 @@ def test_a_version_that_is_not_there_yet_is_tried_again(target, tmp_path):
     (tmp_path / "on-its-way").rename(publisher.path_of(1))
     assert reloader.check()
     assert reloader.status.error == ""
+
+
+@pytest.mark.parametrize("instant", ["check_files", "rglob", "read_weights"])
+def test_a_version_that_is_removed_while_it_is_read_is_not_refused(target, tmp_path, monkeypatch, instant):
+    publisher = Publisher(tmp_path, keep_versions=1)
+    publish(publisher, adapted_drafter(1))
+    publish(publisher, adapted_drafter(2), **GUARD)
+    owner = {"check_files": PublishedVersion, "rglob": Path, "read_weights": hot_reload}[instant]
+    function = getattr(owner, instant)
+
+    def overtaken(*args):
+        monkeypatch.setattr(owner, instant, function)
+        found = list(function(*args)) if instant == "rglob" else None
+        for seed in (3, 4):
+            publish(publisher, adapted_drafter(seed), **GUARD)
+        return function(*args) if found is None else found
+
+    monkeypatch.setattr(owner, instant, overtaken)
+    drafter = adapted_drafter(1)
+    reloader = HotReloader(drafter, target, tmp_path)
+    assert not reloader.check()
+    assert publisher.numbers() == [0, 2, 3]
+    assert (reloader.status.refused, reloader.status.error) == ({}, "")
+    assert same_state(dict(reloader._copy.state_dict()), state_of(drafter))
+    assert reloader.check()
+    reloader.between_rounds()
+    assert reloader.version == 3
+    assert same_state(state_of(drafter), state_of(adapted_drafter(4)))
 
 
 def test_without_traffic_and_verdict_a_version_waits(target, trained, traffic, tmp_path):
