@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,6 +108,7 @@ class BufferDatabase:
         self._connection: sqlite3.Connection | None = None
         self._opened_as: tuple[int, int, int] | None = None  # process, device and inode
         self._inherited: list[sqlite3.Connection] = []
+        _DATABASES.add(self)
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
@@ -209,6 +211,19 @@ class BufferDatabase:
         return ReplayBufferError(
             f"`buffer` is {str(self.path)!r}: {error} ({name or type(error).__name__}): {advice}."
         )
+
+
+_DATABASES: weakref.WeakSet[BufferDatabase] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """A thread that was in a transaction at the fork is not here to give its lock back."""
+    for database in _DATABASES:
+        database._lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _create_schema(connection: sqlite3.Connection) -> None:

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import resource
 import shutil
 import sqlite3
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -32,7 +34,7 @@ def open_place():
 def in_another_process(function, *args):
     """Runs a check in a fork, which may give up privileges or disk space that the test still needs."""
     with in_fork(function, *args) as process:
-        process.join(30)
+        process.join(600)
         assert process.exitcode == 0
 
 
@@ -97,7 +99,7 @@ def test_a_damaged_file_is_reported_and_a_new_one_made_once_it_is_gone(tmp_path)
     buffer.close()
     with (tmp_path / "buffer").open("r+b") as file:
         file.seek(4096)
-        file.write(os.urandom(30 * 4096))
+        file.write(random.Random(0).randbytes(30 * 4096))
     with pytest.raises(ReplayBufferError, match="damaged"):
         for seed in range(20):
             buffer.append([recorded(seed)])
@@ -185,6 +187,25 @@ def test_a_fork_gets_a_connection_of_its_own(tmp_path):
     in_another_process(append_as_child, buffer)
     buffer.append([recorded(3)])
     assert buffer.depth().rows == 3
+
+
+def test_a_fork_in_the_midst_of_another_threads_transaction(tmp_path):
+    buffer, is_reading, may_end = ReplayBuffer(tmp_path / "buffer"), threading.Event(), threading.Event()
+
+    def read():
+        with buffer.database.reading():
+            is_reading.set()
+            may_end.wait(900)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert is_reading.wait(600)
+    try:
+        in_another_process(append_as_child, buffer)
+    finally:
+        may_end.set()
+        thread.join()
+    assert buffer.depth().rows == 1
 
 
 def test_a_failed_block_leaves_no_trace(tmp_path):
