@@ -134,9 +134,12 @@ class Publisher(PublishedVersions):
             if to is None:
                 earlier = [n for n in self.numbers() if current is not None and n < current and n not in withdrawn]
                 if not earlier:
+                    there = self.numbers()
                     raise InvalidInputError(
-                        f"`rollback` finds no version before {current} in {str(self.directory)!r}, which has "
-                        f"{self.numbers()}; name one with `--to`."
+                        f"`rollback` finds no version before {current} in {str(self.directory)!r}, which has {there}; "
+                        "name one with `--to`."
+                        if there
+                        else f"`rollback` finds nothing in {str(self.directory)!r}: nothing is published there yet."
                     )
                 to = earlier[-1]
             version = self.get(to)

@@ -71,7 +71,8 @@ def _overview(snapshot: Mapping[str, Any]) -> Table:
     table = Table.grid(padding=(0, 2))
     versions, buffer, server = snapshot["versions"], snapshot["buffer"], snapshot["server"]
     withdrawn = versions.get("withdrawn")
-    published = f"{versions.get('served', _NONE)} ({versions.get('reason', 'nothing yet')})"
+    served = versions.get("served")
+    published = "nothing yet" if served is None else f"{served} ({versions.get('reason', _NONE)})"
     table.add_row("published", published + (f", withdrawn {withdrawn}" if withdrawn else ""))
     if server:
         reload = server.get("reload", {})

@@ -26,6 +26,12 @@ TESTED_VERSION = "0.5.23"
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_ENTRY = "adaflash"
 _VERIFY_MODES = ("static", "cap-accept", "compact")
+_PLUGIN_ENVIRONMENT = {
+    "verify_mode": "SGLANG_RAGGED_VERIFY_MODE",
+    "length_scale": "ADAFLASH_LENGTH_SCALE",
+    "min_verify_length": "ADAFLASH_MIN_VERIFY_LENGTH",
+    "activation_concurrency": "ADAFLASH_ACTIVATION_CONCURRENCY",
+}
 # Set by `plan_launch`; a second value would win silently, and the server be waited for in the wrong place.
 _OWN_ARGUMENTS = (
     *("--host", "--port", "--model-path", "--model", "--speculative-algorithm", "--speculative-draft-model-path"),
@@ -140,13 +146,11 @@ class SGLangOptions:
 
     def environment(self) -> dict[str, str]:
         """As the plugin takes them."""
-        given = {
-            "SGLANG_RAGGED_VERIFY_MODE": self.verify_mode,
-            "ADAFLASH_LENGTH_SCALE": self.length_scale,
-            "ADAFLASH_MIN_VERIFY_LENGTH": self.min_verify_length,
-            "ADAFLASH_ACTIVATION_CONCURRENCY": self.activation_concurrency,
-        }
-        return {name: str(value) for name, value in given.items() if value is not None}
+        return {_PLUGIN_ENVIRONMENT[name]: str(getattr(self, name)) for name in self.plugin_options()}
+
+    def plugin_options(self) -> list[str]:
+        """Names of the given ones that only the plugin understands."""
+        return [name for name in _PLUGIN_ENVIRONMENT if getattr(self, name) is not None]
 
 
 def find_sglang(python: str) -> SGLangInstallation:
@@ -237,10 +241,11 @@ def plan_launch(
 
 def _check_plugin(with_plugin: bool, installation: SGLangInstallation, options: SGLangOptions) -> None:
     if not with_plugin:
-        if options.environment():
+        if given := options.plugin_options():
             raise InvalidInputError(
-                f"{', '.join(options.environment())} belong to the plugin, but the export is for SGLang's own DFLASH, "
-                "which verifies whole blocks. Leave them out, or export with `adaflash export --to sglang-plugin`."
+                f"`{given[0]}` is {getattr(options, given[0])!r} and for the plugin, but the export is for SGLang's "
+                "own DFLASH, which verifies whole blocks. Leave it out, or export with `adaflash export --to "
+                "sglang-plugin`."
             )
         return
     if PLUGIN_ENTRY not in installation.plugins:

@@ -125,6 +125,11 @@ def test_roll_back_and_forth(tmp_path):
         publisher.rollback()
 
 
+def test_before_the_first_version_there_is_nothing_to_roll_back_to(tmp_path):
+    with pytest.raises(InvalidInputError, match="nothing is published there yet"):
+        Publisher(tmp_path).rollback()
+
+
 def test_roll_back_repairs_a_damaged_pointer(tmp_path):
     publisher = Publisher(tmp_path)
     publish(publisher, adapted_drafter())

@@ -120,7 +120,7 @@ def test_where_it_answers(host, address):
 
 
 def test_settings_of_the_plugin_without_it(exports):
-    with pytest.raises(InvalidInputError, match="ADAFLASH_LENGTH_SCALE belong to the plugin.*--to sglang-plugin"):
+    with pytest.raises(InvalidInputError, match="`length_scale` is .* and for the plugin.*--to sglang-plugin"):
         plan_launch(exports["sglang"], None, STOCK, SGLangOptions(length_scale=1.0))
     with pytest.raises(InvalidInputError, match="`verify_mode` is 'fast'; choose one of static"):
         SGLangOptions(verify_mode="fast")

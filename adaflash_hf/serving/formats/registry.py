@@ -33,7 +33,8 @@ def detect_format(checkpoint: StoredCheckpoint) -> CheckpointFormat:
         if form.matches is not None and form.matches(checkpoint):
             return form
     # Knows formats that are not read by name, and refuses the rest.
-    native_config_dict({"architectures": [], **checkpoint.config, "model_type": _model_type(checkpoint)})
+    config = {"architectures": [], **checkpoint.config, "model_type": _model_type(checkpoint)}
+    native_config_dict(config, checkpoint.source)
     raise DrafterCheckpointError(f"{checkpoint.source} is in no known format of DFlash drafters.")
 
 

@@ -55,8 +55,9 @@ def test_each_format_is_recognised(config: dict[str, Any], tensor: str, name: st
 )
 def test_other_kinds_are_refused_by_name(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write(tmp_path, {**ZLAB_CONFIG, **changes}, {"fc.weight": torch.zeros(2)}))
-    with pytest.raises(DrafterCheckpointError, match=reason):
+    with pytest.raises(DrafterCheckpointError, match=reason) as caught:
         detect_format(checkpoint)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_names() -> None:
