@@ -222,7 +222,7 @@ class Supervisor:
 
 def check_places(buffer: Path, publish_dir: Path) -> None:
     """
-    Refuse places that cannot be written to before models are loaded.
+    Refuse places that cannot be written to, and a file that is no buffer, before models are loaded.
 
     Args:
         buffer (`Path`):
@@ -230,6 +230,7 @@ def check_places(buffer: Path, publish_dir: Path) -> None:
         publish_dir (`Path`):
             Directory of published versions; made if it is not there.
     """
+    from .buffer_database import BufferDatabase
     from .publisher import Publisher
 
     try:
@@ -244,3 +245,10 @@ def check_places(buffer: Path, publish_dir: Path) -> None:
             raise InvalidInputError(
                 f"`{name}` is in {str(place)!r}, which cannot be written to; make it writable, or give another place."
             )
+    if buffer.exists():
+        database = BufferDatabase(buffer)
+        try:
+            with database.reading():  # opening it looks whose it is
+                pass
+        finally:
+            database.close()

@@ -12,7 +12,7 @@ import pytest
 from tiny_online_run import NUM_PROMPTS, inference_settings, save_models, trainer_settings
 from tqdm.auto import tqdm
 
-from adaflash_hf.errors import InvalidInputError, PublishedVersionError
+from adaflash_hf.errors import InvalidInputError, PublishedVersionError, ReplayBufferError
 from adaflash_hf.online import inference_process
 from adaflash_hf.online import supervisor as supervisor_module
 from adaflash_hf.online.inference_process import PromptTraffic
@@ -160,6 +160,11 @@ def test_places_that_cannot_be_written_to_are_refused_at_once(tmp_path):
         check_places(tmp_path / "file" / "buffer", tmp_path / "published")
     with pytest.raises(PublishedVersionError):
         check_places(tmp_path / "buffer", tmp_path / "file")
+    (tmp_path / "file").write_text("no buffer, but long enough to look like one" * 100)
+    with pytest.raises(ReplayBufferError, match="it is not an SQLite file"):
+        check_places(tmp_path / "file", tmp_path / "published")
+    ReplayBuffer(tmp_path / "buffer").close()
+    check_places(tmp_path / "buffer", tmp_path / "published")
 
 
 def test_settings_travel(models, tmp_path):
