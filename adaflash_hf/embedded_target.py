@@ -180,13 +180,10 @@ def _resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtyp
 
 
 def _load_named(name_or_path: str, dtype: torch.dtype, report: ProgressCallback) -> LoadedTarget:
-    if is_missing_directory(name_or_path, may_lack_owner=True):
-        raise InvalidInputError(
-            f"`target` is {name_or_path!r}, and there is no such directory here. Pass a Hub id, the directory of a "
-            f"causal language model, or {EMBEDDED_TARGET_NAME!r}."
-        )
-    report(f"Loading {name_or_path}")
     try:
+        if is_missing_directory(name_or_path, may_lack_owner=True):
+            raise FileNotFoundError("there is no such directory here")
+        report(f"Loading {name_or_path}")
         with hub_or_cache(name_or_path):
             tokenizer = AutoTokenizer.from_pretrained(name_or_path)
             model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from .error_text import first_line
+from .errors import InvalidInputError
 from .hub_upload import hub_errors
 
 
-__all__ = ["hub_or_cache", "is_missing_directory"]
+__all__ = ["hub_or_cache", "is_missing_directory", "loading_checkpoint", "refuse_missing_directory"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,41 @@ def is_missing_directory(name_or_path: str, *, may_lack_owner: bool = False) -> 
     if len(path.parts) == 2:
         return Path(path.parts[0]).is_dir()
     return len(path.parts) > 2 or not may_lack_owner
+
+
+@contextmanager
+def loading_checkpoint(name_or_path: str, option: str) -> Iterator[None]:
+    """
+    A block that loads the drafter or head that an option names; where there is none, it says so by that option.
+
+    Args:
+        name_or_path (`str`):
+            Hub id or directory.
+        option (`str`):
+            As it is written on the command line.
+    """
+    from .embedded_target import without_progress_bars
+
+    refuse_missing_directory(name_or_path, option)
+    try:
+        # Downloads keep their bars.
+        with without_progress_bars() if Path(name_or_path).is_dir() else nullcontext(), hub_or_cache(name_or_path):
+            yield
+    except OSError as error:
+        raise _cannot_be_loaded(name_or_path, option, first_line(error)) from error
+
+
+def refuse_missing_directory(name_or_path: str, option: str) -> None:
+    """Say by the option that names a drafter or head that there is no such directory."""
+    if is_missing_directory(name_or_path):
+        raise _cannot_be_loaded(name_or_path, option, "there is no such directory here")
+
+
+def _cannot_be_loaded(name_or_path: str, option: str, reason: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"`{option}` is {name_or_path!r} and cannot be loaded ({reason}). Pass a directory with a config.json and "
+        "model.safetensors, or a Hub id as 'org/name'."
+    )
 
 
 def _answers(name: str) -> bool:

@@ -57,7 +57,7 @@ def test_what_can_only_be_a_directory_is_not_looked_for_at_the_hub(
     monkeypatch.chdir(tmp_path)
     assert is_missing_directory(name, may_lack_owner=True) is is_missing
     if is_missing:
-        with pytest.raises(InvalidInputError, match=f"`target` is '{name}', and there is no such directory here"):
+        with pytest.raises(InvalidInputError, match=f"`target` is '{name}' and cannot be loaded .there is no"):
             load_target(name, device="cpu")
 
 

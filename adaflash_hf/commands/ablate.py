@@ -270,7 +270,7 @@ def _split(
 
 
 def _load_head(model_class: Any, name_or_path: str, option: str, target_model: PreTrainedModel) -> Any:
-    from .loading import loading_checkpoint
+    from ..hub_connection import loading_checkpoint
 
     with loading_checkpoint(name_or_path, option):
         return model_class.from_pretrained(name_or_path, dtype=target_model.dtype).to(target_model.device)
@@ -279,8 +279,8 @@ def _load_head(model_class: Any, name_or_path: str, option: str, target_model: P
 def _load_float32(name_or_path: str, option: str) -> DFlashDrafterModel:
     import torch
 
+    from ..hub_connection import loading_checkpoint
     from ..modeling_dflash_drafter import DFlashDrafterModel
-    from .loading import loading_checkpoint
 
     # Weights are trained in float32, whatever they were saved in.
     with loading_checkpoint(name_or_path, option):

@@ -211,7 +211,8 @@ def _load(
     from ..evaluation.bench import describe_environment
     from ..evaluation.bench_methods import BenchModels, needs_drafter
     from ..generation.prepacking import settle_prepacking
-    from .loading import load_drafter, load_models, loading_checkpoint
+    from ..hub_connection import loading_checkpoint
+    from .loading import load_drafter, load_models
 
     drafter_model: Any = None
     if any(needs_drafter(name) for name in methods):

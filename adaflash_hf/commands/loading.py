@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..embedded_target import EMBEDDED_TARGET_NAME, ProgressCallback, load_target, without_progress_bars
-from ..error_text import first_line
+from ..embedded_target import EMBEDDED_TARGET_NAME, ProgressCallback, load_target
 from ..errors import InvalidInputError
 from ..generation.prepacking import has_prepacked_layers, settle_prepacking, unpacked_twin
-from ..hub_connection import hub_or_cache, is_missing_directory
+from ..hub_connection import loading_checkpoint, refuse_missing_directory
 
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
 
-__all__ = ["LoadedModels", "find_baseline", "find_drafter", "load_drafter", "load_models", "loading_checkpoint"]
+__all__ = ["LoadedModels", "find_baseline", "find_drafter", "load_drafter", "load_models"]
 
 _DRAFTER_OF_EMBEDDED_TARGET = "adaflash-drafter-smollm2-135m"
 _CHECKPOINTS_DIRECTORY = Path(__file__).resolve().parents[2] / "checkpoints"
@@ -46,7 +45,7 @@ def find_drafter(target: str, drafter: str | None) -> str:
             Value of `--drafter`.
     """
     if drafter is not None:
-        _refuse_missing_directory(drafter, "--drafter")
+        refuse_missing_directory(drafter, "--drafter")
         return drafter
     if target != EMBEDDED_TARGET_NAME:
         raise InvalidInputError(
@@ -60,37 +59,6 @@ def find_drafter(target: str, drafter: str | None) -> str:
             f"{_DRAFTER_OF_EMBEDDED_TARGET}, which is not there; pass --drafter with a Hub id or directory."
         )
     return str(directory)
-
-
-@contextmanager
-def loading_checkpoint(name_or_path: str, option: str) -> Iterator[None]:
-    """
-    A block that loads the drafter or head that an option names; where there is none, it says so by that option.
-
-    Args:
-        name_or_path (`str`):
-            Hub id or directory.
-        option (`str`):
-            As it is written on the command line.
-    """
-    _refuse_missing_directory(name_or_path, option)
-    try:
-        # Downloads keep their bars.
-        with without_progress_bars() if Path(name_or_path).is_dir() else nullcontext(), hub_or_cache(name_or_path):
-            yield
-    except OSError as error:
-        raise InvalidInputError(
-            f"`{option}` is {name_or_path!r} and cannot be loaded ({first_line(error)}). Pass a Hub id or a directory "
-            "with a config.json and model.safetensors."
-        ) from error
-
-
-def _refuse_missing_directory(name_or_path: str, option: str) -> None:
-    if is_missing_directory(name_or_path):
-        raise InvalidInputError(
-            f"`{option}` is {name_or_path!r}, and there is no such directory here; pass a directory with a "
-            "config.json and model.safetensors, or a Hub id as 'org/name'."
-        )
 
 
 def load_drafter(name_or_path: str, target_model: PreTrainedModel, option: str = "--drafter") -> DFlashDrafterModel:

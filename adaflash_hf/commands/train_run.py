@@ -164,9 +164,9 @@ class TrainingRun:
     ) -> DFlashDrafterModel | PeftModel:
         import torch
 
+        from ..hub_connection import loading_checkpoint
         from ..modeling_dflash_drafter import DFlashDrafterModel
         from ..training.initialization import attach_length_head
-        from .loading import loading_checkpoint
 
         if self.init is None:
             return self._new_drafter(target_model, tokenizer)

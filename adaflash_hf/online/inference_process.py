@@ -337,7 +337,7 @@ def load_served_drafter(
     Returns:
         `tuple[DFlashDrafterModel, int]`: the drafter and its version.
     """
-    from ..hub_connection import hub_or_cache
+    from ..hub_connection import loading_checkpoint
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
     try:
@@ -347,11 +347,5 @@ def load_served_drafter(
             return DFlashDrafterModel.from_pretrained(latest.path, dtype=dtype), latest.version
     except (PublishedVersionError, DrafterCheckpointError, OSError) as error:
         logger.warning("The published version cannot be served (%s); beginning with %s.", error, drafter)
-    try:
-        with hub_or_cache(drafter):
-            return DFlashDrafterModel.from_pretrained(drafter, dtype=dtype), 0
-    except OSError as error:
-        raise InvalidInputError(
-            f"`drafter` is {drafter!r} and cannot be loaded ({error}). Pass a Hub id or a directory with config.json "
-            "and model.safetensors."
-        ) from error
+    with loading_checkpoint(drafter, "--drafter"):
+        return DFlashDrafterModel.from_pretrained(drafter, dtype=dtype), 0

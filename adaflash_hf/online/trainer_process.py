@@ -30,7 +30,7 @@ def run_trainer(settings: TrainerSettings) -> None:
 
 def _train(settings: TrainerSettings, process: SideProcess) -> None:
     from ..embedded_target import load_target, without_progress_bars
-    from ..hub_connection import hub_or_cache
+    from ..hub_connection import loading_checkpoint
     from ..modeling_dflash_drafter import DFlashDrafterModel
     from .online_trainer import OnlineTrainer
     from .publisher import Publisher
@@ -42,7 +42,7 @@ def _train(settings: TrainerSettings, process: SideProcess) -> None:
     with without_progress_bars():
         target = load_target(side.target, side.dtype, device=side.device).model
         # In the dtype that it is stored in, which is what versions are published in.
-        with hub_or_cache(side.drafter):
+        with loading_checkpoint(side.drafter, "--drafter"):
             drafter = DFlashDrafterModel.from_pretrained(side.drafter)
         if target.device.type == "cpu":
             os.nice(_NICENESS)

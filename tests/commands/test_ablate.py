@@ -99,9 +99,9 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_target_is_loaded(c
         (["objectives", "--from-scratch", "--compare", "heads"], "--head-drafter"),
         (["objectives", "--from-scratch", "--held-out", "0"], "--held-out"),
         (["objectives", "--init", "DRAFTER", "--layers", "2"], "num_hidden_layers"),
-        (["objectives", "--init", "no/such/drafter"], "`--init` is 'no/such/drafter', and there is no such directory"),
+        (["objectives", "--init", "no/such/drafter"], "`--init` is 'no/such/drafter' and cannot be loaded (there is"),
         (["length-head", "--drafter", "DRAFTER", "--head", "nameless"], "NAME=DIRECTORY"),
-        (["length-head", "--drafter", "DRAFTER", "--head", "a=no/such/head"], "`--head` is 'no/such/head', and there"),
+        (["length-head", "--drafter", "DRAFTER", "--head", "a=no/such/head"], "`--head` is 'no/such/head' and cannot"),
     ],
 )
 def test_wrong_usage_is_one_line(directory, drafter, tmp_path, capsys, arguments, message):

@@ -238,7 +238,7 @@ def test_presets_are_listed_without_a_run(capsys):
         (["--init", "DRAFTER", "--layers", "3"], "`layers`"),
         (["--objective", "cross_entropy", "--clip", "sum"], "clip"),
         (["--held-out", "12"], "(--held-out) is 12, but there are 12 trajectories"),
-        (["--init", "no/such/drafter"], "`--init` is 'no/such/drafter', and there is no such directory here"),
+        (["--init", "no/such/drafter"], "`--init` is 'no/such/drafter' and cannot be loaded (there is no"),
     ],
 )
 def test_wrong_usage_is_one_line(directory, tmp_path, capsys, arguments, message):
