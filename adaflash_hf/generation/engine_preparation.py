@@ -39,6 +39,8 @@ REFUSED_ARGUMENTS = {
     "synced_gpus": "every process runs an engine of its own",
     "token_healing": "heal the prompt first: `target.heal_tokens(input_ids, tokenizer)`",
     "speculation_type": "the engine has its drafter already",
+    "length_policy": "it is the engine's, `AdaFlashEngine(..., length_policy=...)`",
+    "draft_proposal": "it is the engine's, `AdaFlashEngine(..., draft_proposal=...)`",
 }
 WANTED_OUTPUTS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
 
@@ -203,10 +205,11 @@ class RequestPreparation:
             return
         total = prompt_tokens + 1 if rules.max_length is None else rules.max_length
         if max(total, prompt_tokens + 1) > self.max_context_tokens:
+            room = self.max_context_tokens - prompt_tokens
             raise InvalidInputError(
                 f"The prompt has {prompt_tokens} tokens and `max_new_tokens` is {total - prompt_tokens}, together "
-                f"{total}, but the target's context ends at {self.max_context_tokens}. Shorten the prompt, or pass "
-                f"`max_new_tokens={max(self.max_context_tokens - prompt_tokens, 0)}` or less."
+                f"{total}, but the target's context ends at {self.max_context_tokens}. Shorten the prompt"
+                + (f", or pass `max_new_tokens={room}` or less." if room > 0 else ".")
             )
         if rules.max_length is None:
             rules.max_length = self.max_context_tokens
