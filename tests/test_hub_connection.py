@@ -14,6 +14,7 @@ from huggingface_hub import constants
 from stand_ins import byte_target, byte_tokenizer
 from tiny_models import tiny_drafter
 
+from adaflash_hf.commands import serve
 from adaflash_hf.commands.loading import load_drafter
 from adaflash_hf.embedded_target import load_target
 from adaflash_hf.errors import InvalidInputError
@@ -70,9 +71,10 @@ def test_what_can_only_be_a_directory_is_not_looked_for_at_the_hub(
         lambda name: TargetFiles(name).config,
         read_drafter,
         inspect_drafter,
+        serve._tokenizer_of,
         lambda name: read_prompt_dataset(PromptDataset(name)),
     ],
-    ids=["target", "drafter", "served", "config", "files", "inspection", "prompts"],
+    ids=["target", "drafter", "served", "config", "files", "inspection", "tokenizer", "prompts"],
 )
 def test_what_is_nowhere_is_told_at_once(
     load: Callable[[str], Any],

@@ -238,5 +238,15 @@ def _tokenizer_of(target: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     from ..embedded_target import EMBEDDED_TARGET_NAME, embedded_target_directory
+    from ..error_text import first_line
+    from ..hub_connection import hub_or_cache
 
-    return AutoTokenizer.from_pretrained(embedded_target_directory() if target == EMBEDDED_TARGET_NAME else target)
+    place = embedded_target_directory() if target == EMBEDDED_TARGET_NAME else target
+    try:
+        with hub_or_cache(place):
+            return AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(
+            f"`--target` is {target!r}, whose tokenizer cannot be loaded ({first_line(error)}). Pass the Hub id or "
+            "directory of the server's model, or leave it out."
+        ) from error
