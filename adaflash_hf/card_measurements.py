@@ -172,13 +172,16 @@ class BenchFile(ResultFile):
         """Speedup and tau of every method that drafts."""
         from .evaluation.bench_methods import needs_drafter
 
+        repeats = self.settings.get("repeats", 1)
+        # The same method may be in several files, measured once here and three times there.
+        times = "one run" if repeats == 1 else f"median of {repeats} runs"
         return [
             entry
             for row in self._rows
             if row.speedup is not None and needs_drafter(row.method)
             for entry in self._entries(
                 row.workload,
-                f"{row.method}, {row.concurrency} of {row.requests} requests at once",
+                f"{row.method}, {row.concurrency} of {row.requests} requests at once, {times}",
                 row.speedup,
                 row.acceptance_length,
             )

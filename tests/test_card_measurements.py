@@ -81,7 +81,7 @@ def test_tables_and_results_are_what_was_measured(tmp_path: Path) -> None:
     assert measured == {"speedup": 2.5, "acceptance_length": 2.5}
     assert {result.dataset_type for result in bench.results()} == {"openai/gsm8k"}
     assert {result.dataset_config for result in bench.results()} == {
-        "adaflash, 8 of 16 requests at once, Some CPU, 2 threads, float32"
+        "adaflash, 8 of 16 requests at once, median of 3 runs, Some CPU, 2 threads, float32"
     }
 
 
