@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from adaflash_hf.training.trajectory_dataset import TrajectoryDataset
 
 
 LAYER_IDS = [0, 2]
-TIMEOUT_S = 240
+TIMEOUT_S = 1100
 
 
 def make_trainer(
@@ -76,14 +77,26 @@ def weights_of(trainer: DrafterTrainer) -> dict[str, torch.Tensor]:
 
 
 class KillAt(TrainerCallback):
-    """Ends the process the hard way after a step."""
+    """
+    Ends the process the hard way after a step. Of processes that train together none does so before all have come
+    that far: one that still waited for another's part of the step would end by an error of its own.
+    """
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, meeting: Path | None = None) -> None:
+        self.step, self._meeting = step, meeting
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
+            if self._meeting is not None:
+                self._wait_for_the_others(self._meeting)
             os.kill(os.getpid(), signal.SIGKILL)
+
+    @staticmethod
+    def _wait_for_the_others(meeting: Path) -> None:
+        meeting.mkdir(exist_ok=True)
+        (meeting / os.environ["RANK"]).touch()
+        while len(list(meeting.iterdir())) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.01)
 
 
 def allow_fsdp_on_cpu() -> None:
@@ -121,7 +134,7 @@ def train_as_rank(rank: int, port: int, directory: Path, output_dir: Path, runs:
             rows=8,
             per_device_train_batch_size=1,
             ddp_backend="gloo",
-            callbacks=None if kill_at is None else [KillAt(kill_at)],
+            callbacks=None if kill_at is None else [KillAt(kill_at, output_dir / "meeting")],
             **fields,
         )
         before = trainer.evaluate()

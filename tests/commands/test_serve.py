@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import httpx
 import pytest
+from free_ports import free_port
 from sglang_server import SGLangServer
 from tiny_models import tiny_drafter, tiny_target
 
@@ -80,12 +80,6 @@ def python(tmp_path):
     return python
 
 
-def free_port() -> int:
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return int(place.getsockname()[1])
-
-
 def test_the_command_is_shown(export, target, python, capsys):
     arguments = ["serve", "sglang", export, "--target", target, "--python", str(python), "--print"]
     assert cli.main([*arguments, "--attention-backend", "fa3", "--", "--log-level", "debug"]) == 0
@@ -118,7 +112,7 @@ def test_it_is_run_and_ended(export, target, python):
             if "ready at" in line:
                 break
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(600) == 0
     assert lines[-1] == f"adaflash: ready at http://127.0.0.1:{port}\n"
     assert json.loads((python.parent / "called").read_text())[:3] == ["serve", "--model-path", target]
 
@@ -165,11 +159,12 @@ def test_collect(tmp_path):
             while answer is None:
                 assert process.poll() is None
                 try:
-                    answer = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, trust_env=False)
+                    url = f"http://127.0.0.1:{port}/v1/chat/completions"
+                    answer = httpx.post(url, json=body, timeout=600, trust_env=False)
                 except httpx.TransportError:
                     time.sleep(0.05)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
+            assert process.wait(600) == 0
     assert answer.json()["choices"][0]["message"]["content"] == "you said hello"
     # What was under way when it ended is in the buffer.
     assert ReplayBuffer(buffer).depth().appended == 1

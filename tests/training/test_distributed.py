@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-import socket
 
 import pytest
 import torch
+from free_ports import free_port
 from safetensors.torch import load_file
 from tiny_models import tiny_target
 from tiny_trainer import LAYER_IDS, make_trainer, train_as_rank
@@ -30,17 +30,14 @@ def directory(tmp_path_factory):
 
 def train_in_two_processes(directory, output_dir, expected_code=0, **runs):
     """What each rank left of each run: weights, metrics before and metrics after."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     # Forked: importing everything anew would take longer than the training.
     context = multiprocessing.get_context("fork")
-    arguments = (port, directory, output_dir, runs)
+    arguments = (free_port(), directory, output_dir, runs)
     processes = [context.Process(target=train_as_rank, args=(rank, *arguments), daemon=True) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(300)
+        process.join(1200)
     assert [process.exitcode for process in processes] == [expected_code] * 2
     if expected_code == 0:
         return {name: [torch.load(output_dir / f"{name}-rank{rank}") for rank in range(2)] for name in runs}
