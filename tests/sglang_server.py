@@ -373,7 +373,7 @@ def _handler(server: SGLangServer) -> type[BaseHTTPRequestHandler]:
                 server.gone.set()
 
         def _wait_for_the_client_to_leave(self) -> None:
-            self.connection.settimeout(20)
+            self.connection.settimeout(1200)
             try:
                 if self.connection.recv(1) == b"":
                     server.gone.set()

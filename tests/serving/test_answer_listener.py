@@ -42,7 +42,7 @@ def listener(recorder: TrajectoryRecorder, added: tuple[str, ...] = ADDED) -> tu
 def test_what_was_added_is_recorded_and_taken_out(recorder: TrajectoryRecorder) -> None:
     listening, tokens = listener(recorder)
     assert json.loads(listening.whole(json.dumps({**GOOD, "sglext": EXTENSION}).encode())) == GOOD
-    assert recorder.flush() and tokens.counts == {"ids": 1} and recorder.counts.written == 1
+    assert recorder.flush(600) and tokens.counts == {"ids": 1} and recorder.counts.written == 1
 
 
 def test_what_holds_nothing_of_ours_is_passed_byte_by_byte(recorder: TrajectoryRecorder) -> None:
@@ -61,7 +61,7 @@ def test_odd_answers_are_passed_and_not_recorded(content: bytes, recorder: Traje
     # Once it is lost, what still comes is no answer of its own.
     assert streaming.event(as_event(GOOD)) == as_event(GOOD)
     streaming.ended()
-    assert recorder.flush() and recorder.counts.received == 0
+    assert recorder.flush(600) and recorder.counts.received == 0
     assert tokens.counts == {"unreadable": 1}
 
 

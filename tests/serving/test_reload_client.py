@@ -279,7 +279,7 @@ def test_a_client_that_is_killed_before_it_has_looked_whether_a_version_is_good(
 
     def answer(text: str) -> str:
         if server.weight_version == "adaflash-1":
-            killed.wait(60)
+            killed.wait(600)
         return text
 
     server.answer = answer
