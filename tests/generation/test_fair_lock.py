@@ -27,7 +27,7 @@ def test_who_waits_has_the_next_turn() -> None:
     with lock:  # asked for before any of the others can have noticed that it was free
         taken.append("again")
     for other in others:
-        other.join(60)
+        other.join(600)
     assert taken == ["a", "b", "c", "again"]
 
 
@@ -46,7 +46,7 @@ def test_it_may_be_taken_again_by_who_has_it_and_excludes_others() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert most == 1 and not lock._turns and lock._owner is None
 
 
@@ -57,21 +57,24 @@ def test_whoever_is_interrupted_leaves_the_queue() -> None:
     def holds() -> None:
         with lock:
             is_held.set()
-            may_end.wait(60)
+            while not lock._turns:
+                time.sleep(0.001)
+            time.sleep(0.05)  # until the main thread waits
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+            may_end.wait(600)
 
     lock, is_held, may_end = FairLock(), threading.Event(), threading.Event()
     thread = threading.Thread(target=holds)
     thread.start()
-    is_held.wait(60)
+    is_held.wait(600)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(KeyboardInterrupt), lock:
             pass
     finally:
         signal.signal(signal.SIGALRM, before)
     assert not lock._turns
     may_end.set()
-    thread.join(60)
+    thread.join(600)
     with lock:
         assert lock._depth == 1

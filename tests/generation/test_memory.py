@@ -30,6 +30,8 @@ class Watch:
         self.forwards = 0
         self.returned: set[tuple[bool, ...]] = set()
         self.most_rows = 0
+        gc.collect()  # engines that other tests left
+        self.of_others = hidden_tensors()  # what other tests keep
         target.register_forward_pre_hook(self.before_target, with_kwargs=True)
         target.register_forward_hook(self.after_target)
         drafter.register_forward_pre_hook(self.before_drafter, with_kwargs=True)
@@ -43,7 +45,8 @@ class Watch:
         self.features.clear()
         self.forwards += 1
         if self.forwards % 50 == 0:
-            assert hidden_tensors_alive() == 0
+            known = set(map(id, self.of_others))
+            assert not [tensor.shape for tensor in hidden_tensors() if id(tensor) not in known]
 
     def after_layer(self, module: nn.Module, args: Any, output: Any) -> None:
         self.layer_outputs.append(weakref.ref(output[0] if isinstance(output, tuple) else output))
@@ -57,11 +60,11 @@ class Watch:
         self.features.append(weakref.ref(kwargs["context_hidden_states"]))
 
 
-def hidden_tensors_alive() -> int:
+def hidden_tensors() -> list[torch.Tensor]:
     """Tensors as wide as hidden states or features, but for the drafter's mask embeddings, made once per call."""
     widths = (HIDDEN_SIZE, HIDDEN_SIZE * len(TARGET_LAYER_IDS))
     tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.dim() == 3 and o.shape[-1] in widths]
-    return sum(tensor.shape[1] != BLOCK_SIZE - 1 for tensor in tensors)
+    return [tensor for tensor in tensors if tensor.shape[1] != BLOCK_SIZE - 1]
 
 
 @torch.no_grad()
@@ -82,7 +85,6 @@ def test_two_thousand_tokens() -> None:
     layout = {"num_hidden_layers": 1, "target_layer_ids": TARGET_LAYER_IDS, "block_size": BLOCK_SIZE}
     drafter = oracle_drafter(target, [answer], wrong_every=11, **layout)
     watch = Watch(target, drafter)
-    gc.collect()  # engines that other tests left
     ids = target.generate(PROMPT, max_new_tokens=NEW_TOKENS, do_sample=False, assistant_model=drafter)
     assert ids[0].tolist() == answer
     assert watch.forwards == drafter.last_generation_stats.target_forwards > NEW_TOKENS / 11

@@ -151,7 +151,9 @@ def test_killed_at_random_instants_a_state_is_of_one_moment(tmp_path):
         model, optimizer = make()
         progress = TrainingStateStore(tmp_path).load(model, optimizer)
         assert all(bool((p == progress.round_id).all()) for p in model.parameters())
-    assert len(list(tmp_path.glob("state-*"))) <= 3
+    # However many were killed before they had removed older ones, the next one removes them.
+    TrainingStateStore(tmp_path).save(model, optimizer, progress)
+    assert len(list(tmp_path.glob("state-*"))) == 2
 
 
 def save_on_a_full_disk(directory):
@@ -166,7 +168,7 @@ def test_a_full_disk_leaves_the_state_before(tmp_path):
     model, optimizer = make(width=4096)
     TrainingStateStore(tmp_path).save(model, optimizer, TrainingProgress(round_id=1))
     with in_fork(save_on_a_full_disk, tmp_path) as process:
-        process.join(60)
+        process.join(600)
         assert process.exitcode == 0
     assert [path.name for path in tmp_path.iterdir()] == ["state-00000001"]
     assert TrainingStateStore(tmp_path).read_progress().round_id == 1
