@@ -250,7 +250,7 @@ def test_processes_that_start_together_convert_once(tmp_path, cache):
         subprocess.Popen([sys.executable, script, counted], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    outputs = [process.communicate(timeout=240)[0].strip() for process in processes]
+    outputs = [process.communicate(timeout=1200)[0].strip() for process in processes]
     assert outputs == ["260", "260"]
     assert len(list(counted.iterdir())) == 1
 

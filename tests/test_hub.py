@@ -68,7 +68,7 @@ def run_python(code: str, *arguments: Any, folder: Path, environment: dict[str, 
         env={**inherited, **settings, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert result.returncode == 0, result.stderr
 

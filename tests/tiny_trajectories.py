@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from stand_ins import byte_target
 from tiny_models import VOCAB_SIZE
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from adaflash_hf.cli import main
@@ -48,9 +50,10 @@ def run_until_killed(function: Callable[[], None]) -> None:
 
     def single_threaded() -> None:
         torch.set_num_threads(1)  # the threads of the parent's pool do not exist in a fork
+        tqdm.set_lock(threading.RLock())  # the usual one is shared with forks, and stays taken by one that was killed
         function()
 
     process = multiprocessing.get_context("fork").Process(target=single_threaded, daemon=True)
     process.start()
-    process.join(60)
+    process.join(1200)
     assert process.exitcode == -signal.SIGKILL, process.exitcode

@@ -73,7 +73,7 @@ def test_it_begins_where_the_one_before_was(models, tmp_path):
 
 def test_all_prompts_are_answered_as_the_target_would_and_recorded(models, tmp_path):
     with in_fork(run_inference, inference_settings(models, tmp_path)) as process:
-        process.join(200)
+        process.join(900)
         assert process.exitcode == 0
     status = read_status(tmp_path / "published", "server")
     assert (status["phase"], status["position"], status["version"]) == ("stopped", NUM_PROMPTS, 0)
@@ -94,12 +94,12 @@ def test_sigterm_ends_it_and_the_next_one_goes_on_where_it_was(models, tmp_path)
     # Answers so long that it is still at the first ones.
     settings = inference_settings(models, tmp_path, max_new_tokens=40, concurrency=2)
     with in_fork(run_inference, settings) as process:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 900
         while read_status(tmp_path / "published", "server").get("phase") not in ("serving", "stopped"):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         os.kill(process.pid, signal.SIGTERM)
-        process.join(100)
+        process.join(900)
         assert process.exitcode == 0
     status = read_status(tmp_path / "published", "server")
     ended = sum(status["requests"].values())
@@ -107,7 +107,7 @@ def test_sigterm_ends_it_and_the_next_one_goes_on_where_it_was(models, tmp_path)
     assert ended - 2 <= status["position"] <= ended
     assert ReplayBuffer(tmp_path / "buffer").depth().rows <= ended
     with in_fork(run_inference, inference_settings(models, tmp_path, concurrency=2)) as process:
-        process.join(200)
+        process.join(900)
         assert process.exitcode == 0
     recorded = ReplayBuffer(tmp_path / "buffer").newest(100)
     assert len({one.prompt_hash for one in recorded}) == NUM_PROMPTS
@@ -123,12 +123,12 @@ def test_drafts_may_round_and_the_target_may_not(models, tmp_path):
 def test_what_cannot_work_ends_with_the_reason(models, tmp_path):
     long, short = (Prompt((("user", "x" * length),), "math") for length in (550, 5))
     with in_fork(run_inference, inference_settings(models, tmp_path, prompts=(long, short))) as process:
-        process.join(200)
+        process.join(900)
         assert process.exitcode == 0
     assert read_status(tmp_path / "published", "server")["requests"] == {"length": 1, "refused": 1}
     settings = inference_settings(models, tmp_path, max_prompt_tokens=3)
     with in_fork(run_inference, settings) as process:
-        process.join(200)
+        process.join(900)
         assert process.exitcode == 2
     status = read_status(tmp_path / "published", "server")
     assert status["phase"] == "failed"

@@ -55,10 +55,10 @@ def test_each_scrape_sees_the_newest_status(tmp_path):
     exporter = MetricsExporter(lambda: snapshots[-1], port=0)
     try:
         address = f"http://127.0.0.1:{exporter.port}/metrics"
-        with urllib.request.urlopen(address, timeout=30) as response:
+        with urllib.request.urlopen(address, timeout=600) as response:
             assert ("served_version",) not in values(response.read().decode())
         snapshots.append(example_snapshot())
-        with urllib.request.urlopen(address, timeout=30) as response:
+        with urllib.request.urlopen(address, timeout=600) as response:
             assert values(response.read().decode())[("served_version",)] == 2
         with pytest.raises(InvalidInputError, match="another port"):
             MetricsExporter(lambda: snapshots[-1], port=exporter.port)

@@ -214,7 +214,7 @@ def test_killed_at_any_statement_of_making_it_the_next_one_makes_it(tmp_path):
     for nth in itertools.count():
         path = tmp_path / f"buffer-{nth}.sqlite"
         with in_fork(make_until_killed, path, wanted, nth) as process:
-            process.join(60)
+            process.join(600)
         ReplayBuffer(path).depth()  # a status page, for example
         assert ReplayBuffer(path, wanted).settings == wanted
         if process.exitcode == 0:
@@ -241,7 +241,7 @@ def test_only_one_process_trains(tmp_path):
 
 
 def append_until_killed(path, writer, batch):
-    buffer = ReplayBuffer(path)
+    buffer = ReplayBuffer(path, busy_timeout_s=600.0)  # the other writer may be kept waiting while it has the lock
     number = 0
     while True:
         seeds = range(number, number + batch)

@@ -29,7 +29,7 @@ def test_it_trains_on_a_buffer_that_others_fill_until_sigterm(models, tmp_path):
         buffer.append(served(tiny_target("llama", vocab_size=VOCAB_SIZE), 12))
         wait_for(tmp_path, lambda status: status.get("rounds_done", 0) >= 1 and status["phase"] == "waiting")
         os.kill(process.pid, signal.SIGTERM)
-        process.join(100)
+        process.join(900)
         assert process.exitcode == 0
     assert read_status(tmp_path / "published", "trainer")["phase"] == "stopped"
     assert buffer.settings.held_out_share == 0.4
@@ -43,7 +43,7 @@ def test_it_ends_after_the_rounds_asked_for(models, tmp_path):
         served(tiny_target("llama", vocab_size=VOCAB_SIZE), 16)
     )
     with in_fork(run_trainer, trainer_settings(models, tmp_path, max_rounds=1)) as process:
-        process.join(200)
+        process.join(900)
         assert process.exitcode == 0
     assert Publisher(tmp_path / "published").numbers() == [0, 1]
 
@@ -56,13 +56,13 @@ def test_a_drafter_of_another_target_ends_it_with_the_reason(models, tmp_path):
     ReplayBuffer(tmp_path / "buffer")
     settings = trainer_settings(models, tmp_path, side=side_settings(models, tmp_path, target=str(other)))
     with in_fork(run_trainer, settings) as process:
-        process.join(200)
+        process.join(900)
         assert process.exitcode == 2
     assert "hidden" in read_status(tmp_path / "published", "trainer")["error"]
 
 
 def wait_for(place, is_true):
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 900
     while not is_true(read_status(place / "published", "trainer")):
         assert time.monotonic() < deadline
         time.sleep(0.02)

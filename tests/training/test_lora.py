@@ -154,7 +154,7 @@ def test_pushed_to_a_hub_and_pulled(folders, tmp_path):
     with running_hub() as hub:
         environment = {**os.environ, **hub.environment(tmp_path / "home")}
         command = [sys.executable, "-c", ON_A_HUB, folders / "base", tmp_path / "block.pt", tmp_path / "out.pt"]
-        result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=1200)
         assert result.returncode == 0, result.stderr
     assert set(hub.repositories["org/adapter"]) >= {"adapter_config.json", "adapter_model.safetensors", "README.md"}
     assert "model.safetensors" not in hub.repositories["org/adapter"]
