@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..configuration_dflash_drafter import DFlashDrafterConfig
-from ..errors import AdaFlashError, DrafterCheckpointError
+from ..errors import AdaFlashError, DrafterCheckpointError, DrafterCompatibilityError
 from ..hub_connection import hub_or_cache
 from .engine_outlook import EngineOutlook, Outlook, engine_outlooks
 from .formats.adapters import is_adapter
@@ -39,7 +39,8 @@ class Inspection:
         config (`DFlashDrafterConfig`, *optional*): The drafter; None if the files make none.
         problems (`list[str]`): What is wrong. Empty for a sound drafter.
         notes (`list[str]`): What was assumed or would be left out.
-        engines (`list[EngineOutlook]`): What each engine will do with the files as they are.
+        engines (`list[EngineOutlook]`): What each engine will do with the files as they are, and with the target that
+            they are compared with.
         fits (`str`, *optional*): The target it was compared with, and fits.
     """
 
@@ -134,6 +135,8 @@ def inspect_drafter(
             result.fits = options.target.name
         except AdaFlashError as error:
             result.problems.append(str(error))
+            if isinstance(error, DrafterCompatibilityError):
+                result.engines = [_with_this_target(entry, str(error)) for entry in result.engines]
     return result
 
 
@@ -149,6 +152,8 @@ def _look_at_files(
         form = format_called(format_name) if format_name is not None else detect_format(checkpoint)
         result.format, result.format_title = form.name, form.title
         result.config, reading = interpret(checkpoint, form, options)
+        # What the drafter says of itself, not what it would say if it were exported with this target.
+        result.config.target_model_name_or_path = reading.named_target
         result.notes += reading.notes
         result.notes += [f"`{name}` would be left out: {why}." for name, why in reading.dropped.items()]
     except DrafterCheckpointError as error:
@@ -192,6 +197,17 @@ def _damage(checkpoint: StoredCheckpoint) -> list[str]:
         f"{checkpoint.source}: `{bad[0]}` has NaN or infinite values ({len(bad)} such tensors). The training run "
         "diverged or the file is damaged; use an earlier checkpoint."
     ]
+
+
+def _with_this_target(entry: EngineOutlook, misfit: str) -> EngineOutlook:
+    """What comes of a drafter that does not fit the target, where the files alone would run."""
+    if entry.outlook not in (Outlook.READY, Outlook.PARTIAL):
+        return entry
+    if entry.engine == "adaflash":
+        return EngineOutlook(entry.engine, Outlook.REFUSES, misfit)
+    return EngineOutlook(
+        entry.engine, Outlook.WRONG, "The drafter does not fit this target, which the engine may not notice."
+    )
 
 
 def _elements(shape: tuple[int, ...]) -> int:

@@ -29,7 +29,7 @@ def test_a_sound_drafter(tmp_path: Path, capsys):
     shown = capsys.readouterr().out
     for words in (
         "adaflash_hf (native)",
-        f"fits {tmp_path / 'target'}",
+        f"not named, 4 layers; fits {tmp_path / 'target'}",
         "[0, 2] (layer outputs from 0; [1, 3] in vLLM's",
         "4 rows, anchor_then_masks: 3 drafts; mask token 3",
         "causal in some layers inside the block, 1 of 2 with a window of 5",

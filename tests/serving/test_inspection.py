@@ -158,6 +158,33 @@ def test_the_fit_with_a_target(tmp_path: Path) -> None:
     assert result.fits is None and "`num_target_layers` = 4 layers" in result.problems[0]
     result = inspect_drafter(source, ReadOptions(target=TargetFiles(str(tmp_path / "gone"))))
     assert "config.json cannot be read" in result.problems[0]
+    assert outlooks(result)["adaflash"] == "ready", "of the drafter nothing is wrong"
+
+
+@pytest.mark.parametrize("name", ["native", "sglang", "speculators"])
+def test_a_drafter_that_does_not_fit_runs_nowhere_with_this_target(name: str, tmp_path: Path) -> None:
+    tiny_target(num_hidden_layers=5).save_pretrained(tmp_path / "deeper")
+    source = exported(tmp_path / "out", name)
+    alone, result = (
+        inspect_drafter(source, ReadOptions(target=target)) for target in (None, TargetFiles(str(tmp_path / "deeper")))
+    )
+    assert outlooks(result)["adaflash"] == "refuses"
+    if outlooks(alone)["adaflash"] == "ready":
+        assert reason(result, "adaflash") == result.problems[0]
+    assert not {"ready", "partial"} & set(outlooks(result).values())
+    for engine, outlook in outlooks(alone).items():
+        if outlook in ("refuses", "wrong"):
+            assert reason(result, engine) == reason(alone, engine), "what is in the way without it, still is"
+
+
+@pytest.mark.parametrize("name", ["native", "z-lab", "sglang-plugin"])
+def test_the_target_is_the_one_that_the_files_name(name: str, tmp_path: Path) -> None:
+    tiny_target().save_pretrained(tmp_path / "fits")
+    options = ReadOptions(target=TargetFiles(str(tmp_path / "fits")))
+    result = inspect_drafter(exported(tmp_path / "unnamed", name, target_model_name_or_path=None), options)
+    assert (result.fits, result.as_dict()["drafter"]["target"]) == (str(tmp_path / "fits"), None)
+    result = inspect_drafter(exported(tmp_path / "named", name), options)
+    assert (result.fits, result.as_dict()["drafter"]["target"]) == (str(tmp_path / "fits"), "org/target")
 
 
 def test_adapters(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def interpret(
         raise DrafterCheckpointError(f"{checkpoint.source}: the format {form.name} is not read.")
     try:
         reading = form.read(checkpoint, options)
+        reading.named_target = reading.config.get("target_model_name_or_path") or None
         apply_options(reading.config, options, checkpoint.source)
         config = DFlashDrafterConfig.from_dict({**reading.config, "model_type": DFlashDrafterConfig.model_type})
     except DrafterCheckpointError:

@@ -48,6 +48,7 @@ class Reading:
         dropped (`dict[str, str]`): Stored tensors that are left out, and why.
         notes (`list[str]`): What the user should know.
         computed (`dict[str, torch.Tensor]`): Native tensors that no stored one is a copy of.
+        named_target (`str`, *optional*): The target that the files name; `config` may have the user's in its place.
     """
 
     config: dict[str, Any]
@@ -55,6 +56,7 @@ class Reading:
     dropped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     computed: dict[str, torch.Tensor] = field(default_factory=dict)
+    named_target: str | None = None
 
 
 @dataclass(frozen=True)
