@@ -166,6 +166,7 @@ class ReloadClient:
             PublishedVersionError: Another process keeps these servers up to date already.
         """
         with self._alone():
+            self._tell_if_nothing_is_published("waiting for a first version")
             self._clean_up()
             while not self._stopping.is_set():
                 self.check()
@@ -183,6 +184,7 @@ class ReloadClient:
             PublishedVersionError: Another process keeps these servers up to date already.
         """
         with self._alone():
+            self._tell_if_nothing_is_published("servers keep what they have")
             self._clean_up()
             return self.check()
 
@@ -198,6 +200,8 @@ class ReloadClient:
             pointer = self.versions.pointer()
             version = None if pointer is None else self.versions.get(pointer.version)
         except PublishedVersionError as error:
+            if str(error) != self._file.fields.get("error"):
+                logger.warning("%s", error)
             self._report("waiting", error=str(error))
             return False
         if pointer is None or version is None:
@@ -215,6 +219,15 @@ class ReloadClient:
         done = all(status.version == version.version and not status.error for status in self.replicas.values())
         self._report("up to date" if done else "behind", error="", waiting_for="", version=version.version)
         return done and not is_refused
+
+    def _tell_if_nothing_is_published(self, then: str) -> None:
+        """The trainer may be started later than this, so that a mistyped directory is nothing to stop at."""
+        try:
+            is_empty = self.versions.pointer() is None
+        except PublishedVersionError:
+            return  # `check` says so
+        if is_empty:
+            logger.info("Nothing is published in %s yet; %s.", self.versions.directory, then)
 
     def _bring(self, replica: Replica, version: PublishedVersion, pointer: VersionPointer) -> bool:
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from tiny_models import tiny_drafter, tiny_target
 
 from adaflash_hf.errors import InvalidInputError, PublishedVersionError
 from adaflash_hf.modeling_dflash_drafter import DFlashDrafterModel
-from adaflash_hf.online.published_versions import VersionManifest
+from adaflash_hf.online.published_versions import POINTER_FILE, VersionManifest
 from adaflash_hf.online.publisher import Publisher
 from adaflash_hf.online.replay_buffer import ReplayBuffer
 from adaflash_hf.online.run_status import StatusFile, read_status
@@ -394,6 +395,41 @@ def test_before_anything_is_published(tmp_path):
     client = ReloadClient(tmp_path, [ReplicaAddress("http://127.0.0.1:9")])
     assert not client.check()
     assert read_status(tmp_path, "reload-client")["waiting_for"] == "a first version"
+    client.close()
+
+
+def test_that_it_waits_for_a_first_version_is_told_once(published, tmp_path, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "adaflash_hf.serving.reload_client")
+    client = ReloadClient(
+        tmp_path / "later", [ReplicaAddress("http://127.0.0.1:9")], ReloadClientSettings(poll_s=0.001)
+    )
+    looks = []
+
+    def check():
+        looks.append(ReloadClient.check(client))
+        if len(looks) == 3:
+            client.stop()
+
+    monkeypatch.setattr(client, "check", check)
+    client.run()
+    monkeypatch.undo()
+    assert looks == [False] * 3
+    told = f"Nothing is published in {tmp_path / 'later'} yet; waiting for a first version."
+    assert [text for text in caplog.messages if "published" in text] == [told]
+    assert not client.run_once()
+    assert any(text.endswith("yet; servers keep what they have.") for text in caplog.messages)
+    client.close()
+    caplog.clear()
+    with watching(published, serving(published)) as client:
+        assert client.run_once()
+    assert not any("yet" in text for text in caplog.messages)
+
+
+def test_a_pointer_that_cannot_be_read_is_told_once(published, caplog):
+    (published.directory / POINTER_FILE).write_text("{}", encoding="utf-8")
+    client = ReloadClient(published.directory, [ReplicaAddress("http://127.0.0.1:9")])
+    assert not client.check() and not client.check()
+    assert len([text for text in caplog.messages if "is damaged" in text]) == 1
     client.close()
 
 
