@@ -177,21 +177,36 @@ def convert_drafter(
     force: bool = False,
 ) -> tuple[DrafterBundle, DrafterForm]:
     """
-    Reads a drafter of any format and writes it in another.
+    Reads a drafter of any known format and writes it in another: what `adaflash export` and `adaflash convert` do. The
+    directory appears complete and read back, or not at all.
+
+        from adaflash_hf.serving.formats import ReadOptions, TargetFiles, WriteOptions, convert_drafter
+
+        target = TargetFiles("org/target")
+        convert_drafter(
+            "runs/drafter", "runs/drafter-vllm", "vllm", ReadOptions(target=target), WriteOptions(target=target)
+        )
 
     Args:
         source (`str` or `os.PathLike`): Directory or Hub id.
         path (`str` or `os.PathLike`): Directory to make.
-        format_name (`str`): One of `WRITABLE_FORMATS`.
+        format_name (`str`):
+            `"native"`, `"z-lab"`, `"adaflash-authors"`, `"speculators"`, `"sglang"`, `"sglang-plugin"` or `"vllm"`.
         read_options (`ReadOptions`, *optional*): What the files leave open.
         write_options (`WriteOptions`, *optional*): Target and dtype.
         hub (`Mapping`, *optional*): Arguments of transformers' `cached_file`.
         source_format (`str`, *optional*): Take the files for this format; by default it is recognised.
-        check (`Callable`, *optional*): Called with the configuration before anything is written; may raise.
+        check (`Callable`, *optional*):
+            Called with the configuration before anything is written; may raise, as [`check_fit`] does.
         force (`bool`): Replace a drafter that is there.
 
     Returns:
         `tuple`: what was read and what was written, each with its notes.
+
+    Raises:
+        InvalidInputError: There is no such checkpoint, or the place or an option is not allowed.
+        DrafterCheckpointError: The checkpoint is damaged, or not a drafter that this package can represent.
+        DrafterExportError: The format cannot hold the drafter, or the place cannot be written to.
     """
     if os.path.isdir(source) and os.path.realpath(source) == os.path.realpath(path):
         raise InvalidInputError(f"`OUT` is {os.fspath(path)!r}, the drafter itself; pass another directory.")
