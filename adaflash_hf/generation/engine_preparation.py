@@ -181,7 +181,16 @@ class RequestPreparation:
             **model_kwargs: Any,
         ) -> torch.Tensor:
             cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
-            check_request(model, generation_config, model_kwargs, input_ids, cache, logits_processor, False)
+            check_request(
+                model,
+                generation_config,
+                model_kwargs,
+                input_ids,
+                cache,
+                logits_processor,
+                synced_gpus=False,
+                without_drafter="call `target.generate()` for this prompt",
+            )
             if len(input_ids) > 1:
                 raise UnsupportedGenerationError(
                     f"`num_return_sequences` is {len(input_ids)}, but a request has one answer. Submit the prompt "

@@ -18,6 +18,7 @@ from .cache_rollback import has_linear_attention
 
 __all__ = ["check_prompt_is_given", "check_request", "rotary_limit"]
 
+_WITHOUT_DRAFTER = "generate without `assistant_model`"
 OTHER_WAYS_OF_DECODING = (
     "prompt_lookup_num_tokens",
     "assistant_early_exit",
@@ -53,8 +54,9 @@ def check_request(
     logits_processor: LogitsProcessorList,
     synced_gpus: bool,
     is_users_cache: bool = False,
+    without_drafter: str = _WITHOUT_DRAFTER,
 ) -> None:
-    """Checks the options of one `generate()` call.
+    """Checks the options of one `generate()` call or request.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -65,6 +67,7 @@ def check_request(
         logits_processor (`LogitsProcessorList`): As prepared by `generate()`.
         synced_gpus (`bool`): Whether ranks run in lockstep.
         is_users_cache (`bool`, defaults to `False`): Whether the caller passed the cache.
+        without_drafter (`str`, *optional*): How the caller decodes what a drafter cannot, for error messages.
 
     Raises:
         UnsupportedGenerationError: If an option cannot be honoured.
@@ -73,21 +76,21 @@ def check_request(
     if (config.num_beams or 1) > 1:
         raise UnsupportedGenerationError(
             f"`num_beams` is {config.num_beams}, but a drafter speeds up greedy decoding and sampling only. Set "
-            "`num_beams=1`, or leave `assistant_model` out."
+            f"`num_beams=1`, or {without_drafter}."
         )
     for name in OTHER_WAYS_OF_DECODING:
         if getattr(config, name, None):
             raise UnsupportedGenerationError(
-                f"`{name}` is {getattr(config, name)!r} and `assistant_model` is a DFlash drafter: choose one way of "
-                "decoding."
+                f"`{name}` is {getattr(config, name)!r}, which is another way of decoding than with a DFlash drafter. "
+                f"Leave it out, or {without_drafter}."
             )
     text_config = model.config.get_text_config(decoder=True)
     if has_linear_attention(cache) and text_config.model_type not in CONTINUING_HYBRIDS:
         raise UnsupportedGenerationError(
             f"{type(model).__name__} (`model_type` {text_config.model_type!r}) has recurrent layers that are not "
-            "known to verify a block of tokens as they verify single ones. Generate without `assistant_model`."
+            f"known to verify a block of tokens as they verify single ones; {without_drafter}."
         )
-    _check_rotary_embedding(text_config, config.max_length)
+    _check_rotary_embedding(text_config, config.max_length, without_drafter)
     _check_mask_length(config, model_kwargs, input_ids, cache)
     _check_padding(model_kwargs.get("attention_mask"))
     if config.output_attentions and config.return_dict_in_generate and input_ids.shape[0] > 1:
@@ -141,14 +144,14 @@ def rotary_limit(text_config: PreTrainedConfig) -> int | None:
     return min((limit for limit in limits if limit), default=None)
 
 
-def _check_rotary_embedding(text_config: PreTrainedConfig, max_length: int | None) -> None:
+def _check_rotary_embedding(text_config: PreTrainedConfig, max_length: int | None, without_drafter: str) -> None:
     limit = rotary_limit(text_config)
     if limit is not None and max_length is not None and max_length > limit:
         raise UnsupportedGenerationError(
             f"Prompt and new tokens may reach {max_length} tokens, but beyond {limit} the target's rotary embedding "
             "(`rope_parameters`) changes with the length of the sequence, so that a block of tokens is computed "
-            f"otherwise than one token at a time. Keep both within {limit} tokens by `max_new_tokens`, or generate "
-            "without `assistant_model`."
+            f"otherwise than one token at a time. Keep both within {limit} tokens by `max_new_tokens`, or "
+            f"{without_drafter}."
         )
 
 

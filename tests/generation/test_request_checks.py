@@ -42,7 +42,7 @@ def assert_refused(target: Any, error: type[AdaFlashError], message: str, inputs
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"num_beams": 2}, "`num_beams` is 2"),
+        ({"num_beams": 2}, "`num_beams` is 2.* or generate without `assistant_model`"),
         ({"prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens` is 3"),
         ({"use_cache": False}, "`use_cache` is False"),
         ({"force_words_ids": [[5]]}, "`force_words_ids` is"),
