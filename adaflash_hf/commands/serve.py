@@ -195,7 +195,16 @@ def collect(
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port to listen on.")] = 30080,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=3, help="Longer trajectories are cut.")] = 2048,
-    max_rows: Annotated[int | None, typer.Option("--max-rows", min=1, help="Trajectories kept.")] = None,
+    buffer_rows: Annotated[
+        int | None,
+        typer.Option(
+            "--buffer-rows",
+            min=2,
+            help="Most trajectories the buffer keeps.",
+            show_default="as it has; 20000 in a new one",
+        ),
+    ] = None,
+    max_rows: Annotated[int | None, typer.Option("--max-rows", min=2, hidden=True)] = None,
     api_key: ApiKeyOption = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log each request.")] = False,
 ) -> None:
@@ -205,12 +214,15 @@ def collect(
     from ..serving.collector import Collector, CollectorSettings, serve_collector
     from ..serving.response_tokens import ResponseTokens
 
+    if buffer_rows is not None and max_rows is not None:
+        raise InvalidInputError("`--max-rows` is an earlier name of `--buffer-rows`; pass one of them.")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     settings = CollectorSettings(upstream, dialect, api_key)
     tokenizer = None if target is None else _tokenizer_of(target)
     tokens = ResponseTokens(tokenizer, vocab_size=None if tokenizer is None else len(tokenizer))
-    limits = None if max_rows is None else BufferSettings(max_rows=max_rows)
+    rows = max_rows if buffer_rows is None else buffer_rows
+    limits = None if rows is None else BufferSettings(max_rows=rows)
     with TrajectoryRecorder(buffer, limits, max_tokens=max_tokens) as recorder, _sigterm_ends_orderly():
         collector = Collector(settings, recorder, tokens)
         typer.echo(f"adaflash: http://{host}:{port}/v1 passes on to {settings.root} and keeps in {buffer}", err=True)

@@ -19,7 +19,7 @@ from adaflash_hf.commands.loading import find_drafter
 from adaflash_hf.embedded_target import EMBEDDED_TARGET_NAME, embedded_target_directory
 from adaflash_hf.online.published_versions import VersionManifest
 from adaflash_hf.online.publisher import Publisher
-from adaflash_hf.online.replay_buffer import ReplayBuffer
+from adaflash_hf.online.replay_buffer import BufferSettings, ReplayBuffer
 from adaflash_hf.serving.draft_payload import draft_weights
 from adaflash_hf.serving.formats import convert_drafter
 
@@ -168,3 +168,23 @@ def test_collect(tmp_path):
     assert answer.json()["choices"][0]["message"]["content"] == "you said hello"
     # What was under way when it ended is in the buffer.
     assert ReplayBuffer(buffer).depth().appended == 1
+
+
+@pytest.mark.parametrize("name", ["--buffer-rows", "--max-rows"])
+def test_the_buffers_limit_has_an_earlier_name(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("adaflash_hf.serving.collector.serve_collector", lambda *args, **kwargs: None)
+    command = ["serve", "collect", "--upstream", "http://127.0.0.1:9/v1", "--dialect", "other"]
+    assert cli.main([*command, "--buffer", str(tmp_path / "buffer"), name, "7"]) == 0
+    assert ReplayBuffer(tmp_path / "buffer").settings.max_rows == 7
+    assert cli.main([*command, "--buffer", str(tmp_path / "buffer")]) == 0
+    assert ReplayBuffer(tmp_path / "buffer").settings.max_rows == 7, "an existing one keeps what it has"
+
+
+def test_only_the_newer_name_is_shown_with_its_default(tmp_path, capsys):
+    assert cli.main(["serve", "collect", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"[default: (as it has; {BufferSettings().max_rows} in a new one)" in shown
+    assert "--max-rows" not in shown
+    arguments = ["--buffer", str(tmp_path / "buffer"), "--upstream", "http://127.0.0.1:9/v1"]
+    assert cli.main(["serve", "collect", *arguments, "--buffer-rows", "7", "--max-rows", "8"]) == 2
+    assert "pass one of them" in capsys.readouterr().err
