@@ -59,7 +59,7 @@ def demo(
         console=console,
         max_new_tokens=max_new_tokens,
         time_budget_s=time_budget,
-        drafting_kwargs=drafting_kwargs(length_policy, draft_proposal),
+        drafting_kwargs=drafting_kwargs(length_policy, draft_proposal, is_greedy=True),
         plain_model=find_baseline(models.target_model, baseline.value, console),
         verbose=verbose,
     )

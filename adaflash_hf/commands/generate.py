@@ -26,6 +26,7 @@ from .options import (
     TargetOption,
     VerboseOption,
     drafting_kwargs,
+    is_default,
 )
 
 
@@ -41,6 +42,7 @@ __all__ = ["generate", "read_prompts", "sampling_kwargs"]
 
 
 def generate(
+    context: typer.Context,
     prompts: Annotated[
         list[str] | None,
         typer.Argument(metavar="PROMPT", help="Prompts, each in quotes; '-' or none reads standard input."),
@@ -87,6 +89,8 @@ def generate(
     verbose: VerboseOption = False,
 ) -> None:
     """Answer each PROMPT with the target model, drafted by AdaFlash."""
+    if not compare:
+        _refuse_comparing_options(context)
     texts = read_prompts(prompts or [], prompt_file)
     generate_kwargs = {"max_new_tokens": max_new_tokens, **sampling_kwargs(temperature, top_p, top_k)}
 
@@ -102,7 +106,7 @@ def generate(
         models=models,
         prompts=encoded,
         generate_kwargs=generate_kwargs,
-        drafting_kwargs=drafting_kwargs(length_policy, draft_proposal),
+        drafting_kwargs=drafting_kwargs(length_policy, draft_proposal, is_greedy=temperature == 0),
         seed=seed,
         stream=stream and not as_json,
         as_json=as_json,
@@ -154,6 +158,14 @@ def sampling_kwargs(temperature: float, top_p: float | None, top_k: int | None) 
             f"`--{name.replace('_', '-')}` is {value}, but decoding is greedy; pass --temperature above 0 with it."
         )
     return {"do_sample": False}
+
+
+def _refuse_comparing_options(context: typer.Context) -> None:
+    for name in ("repeats", "baseline"):
+        if not is_default(context, name):
+            raise InvalidInputError(
+                f"`--{name}` is given without `--compare`, so there is nothing to compare with; pass both or neither."
+            )
 
 
 @dataclass(frozen=True)

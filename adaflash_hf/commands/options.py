@@ -21,9 +21,11 @@ __all__ = [
     "LengthPolicy",
     "LengthPolicyOption",
     "PrepackOption",
+    "PrivateOption",
     "TargetOption",
     "VerboseOption",
     "drafting_kwargs",
+    "is_default",
 ]
 
 
@@ -100,14 +102,25 @@ BaselineOption = Annotated[
         help="Plain decoding runs on the model as it was loaded, or on the same rearranged weights as AdaFlash.",
     ),
 ]
+PrivateOption = Annotated[bool, typer.Option("--private/--public", help="Of a repository that is new.")]
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Also show the verify lengths and where the time went.")
 ]
 
 
-def drafting_kwargs(length_policy: LengthPolicy | None, draft_proposal: DraftProposal | None) -> dict[str, Any]:
+def is_default(context: typer.Context, name: str) -> bool:
+    """Whether an option was given neither on the command line nor in a configuration file."""
+    source = context.get_parameter_source(name)
+    return source is None or source.name == "DEFAULT"
+
+
+def drafting_kwargs(
+    length_policy: LengthPolicy | None, draft_proposal: DraftProposal | None, *, is_greedy: bool = False
+) -> dict[str, Any]:
     """
     The arguments of `generate()` that only a call with a drafter takes.
+
+    Where decoding is greedy, it is said on standard error that a draft proposal has no effect.
 
     Costs are weighed unless another policy is asked for: a user of a command has not said that the machine is one
     where rows are free. That they are measured first, once, is said on standard error.
@@ -115,6 +128,11 @@ def drafting_kwargs(length_policy: LengthPolicy | None, draft_proposal: DraftPro
     kwargs = {"length_policy": (length_policy or LengthPolicy.COST_AWARE).value}
     if kwargs["length_policy"] == LengthPolicy.COST_AWARE:
         _show_calibration()
+    if draft_proposal is not None and is_greedy:
+        typer.echo(
+            f"Warning: `--draft-proposal` is {draft_proposal.value!r}, but decoding is greedy; it has no effect.",
+            err=True,
+        )
     return kwargs if draft_proposal is None else {**kwargs, "draft_proposal": draft_proposal.value}
 
 

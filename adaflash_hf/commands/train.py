@@ -9,7 +9,7 @@ import typer
 from ..errors import InvalidInputError
 from . import train_options as options
 from .config_files import given_by_config_file
-from .options import DeviceOption, Dtype, DtypeOption, TargetOption
+from .options import DeviceOption, Dtype, DtypeOption, TargetOption, is_default
 from .trajectories import parse_layer_ids
 
 
@@ -78,7 +78,7 @@ def train(
     del config, list_presets  # their callbacks have done it
     start = _start(init, from_scratch, only)
     chosen_preset = _preset(preset, init)
-    if chosen_preset is not None and _is_default(context, "target"):
+    if chosen_preset is not None and is_default(context, "target"):
         target = chosen_preset.target
     rate = "learning_rate" if start in ("scratch", "init") else "length_head_learning_rate"
     given = {
@@ -157,8 +157,3 @@ def _preset(name: str | None, init: str | None) -> DrafterPreset | None:
             f"`--init` is {init!r}, whose sizes are settled, but `--preset` {name!r} was given; leave one of them out."
         )
     return find_preset(name)
-
-
-def _is_default(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is None or source.name == "DEFAULT"

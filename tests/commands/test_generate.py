@@ -88,6 +88,23 @@ def test_compare_as_json(target, capsys):
     assert len(target.calls) == 8
 
 
+@pytest.mark.parametrize("option", [["--repeats", "1"], ["--baseline", "loaded"]])
+def test_options_of_a_comparison_need_one(target, capsys, option):
+    assert main(["generate", "hello", *option]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"`{option[0]}` is given without `--compare`" in line
+    assert target.calls == []
+
+
+def test_a_draft_proposal_has_no_effect_on_greedy_decoding(target, capsys):
+    assert main(["generate", "hello", "-n", "8", "--draft-proposal", "sample"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == expected_text(target, "hello") + "\n"
+    assert "Warning: `--draft-proposal` is 'sample', but decoding is greedy; it has no effect.\n" in captured.err
+    assert main(["generate", "hello", "-n", "8", "--draft-proposal", "sample", "--temperature", "0.5"]) == 0
+    assert "Warning" not in capsys.readouterr().err
+
+
 def test_prompt_from_standard_input(target, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
     assert main(["generate", "-n", "8"]) == 0
