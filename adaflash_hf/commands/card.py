@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .options import PrivateOption
+
 
 __all__ = ["card"]
 
@@ -43,7 +45,7 @@ def card(
         str | None, typer.Option("--license", help="Such as apache-2.0; default: the target's.")
     ] = None,
     push: Annotated[bool, typer.Option("--push", help="Upload drafter and card to --repo-id.")] = False,
-    private: Annotated[bool, typer.Option("--private", help="With --push: keep a new repository private.")] = False,
+    private: PrivateOption = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a card that was written by hand.")] = False,
 ) -> None:
     """Write or update the README.md of DRAFTER: metadata, code for each engine, measured tables, recipe and limits."""

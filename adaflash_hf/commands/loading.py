@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..embedded_target import EMBEDDED_TARGET_NAME, ProgressCallback, load_target
+from ..error_text import first_line
 from ..errors import InvalidInputError
 from ..generation.prepacking import has_prepacked_layers, settle_prepacking, unpacked_twin
-from ..hub_connection import loading_checkpoint, refuse_missing_directory
+from ..hub_connection import hub_or_cache, is_missing_directory, loading_checkpoint, refuse_missing_directory
 
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
 
-__all__ = ["LoadedModels", "find_baseline", "find_drafter", "load_drafter", "load_models"]
+__all__ = ["LoadedModels", "check_target", "find_baseline", "find_drafter", "load_drafter", "load_models"]
 
 _DRAFTER_OF_EMBEDDED_TARGET = "adaflash-drafter-smollm2-135m"
 _CHECKPOINTS_DIRECTORY = Path(__file__).resolve().parents[2] / "checkpoints"
@@ -59,6 +60,31 @@ def find_drafter(target: str, drafter: str | None) -> str:
             f"{_DRAFTER_OF_EMBEDDED_TARGET}, which is not there; pass --drafter with a Hub id or directory."
         )
     return str(directory)
+
+
+def check_target(target: str) -> None:
+    """
+    Say that a target is not there before anything is begun that would load it. Only its config.json is read.
+
+    Args:
+        target (`str`):
+            Value of `--target`.
+    """
+    if target == EMBEDDED_TARGET_NAME:
+        return
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        if is_missing_directory(target, may_lack_owner=True):
+            raise FileNotFoundError("there is no such directory here")
+        with hub_or_cache(target):
+            AutoConfig.from_pretrained(target, trust_remote_code=False)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise InvalidInputError(
+            f"`--target` is {target!r} and cannot be loaded ({first_line(error)}). Pass a Hub id, the directory of a "
+            f"causal language model, or {EMBEDDED_TARGET_NAME!r}."
+        ) from error
 
 
 def load_drafter(name_or_path: str, target_model: PreTrainedModel, option: str = "--drafter") -> DFlashDrafterModel:

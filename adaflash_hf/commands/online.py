@@ -26,6 +26,7 @@ from .options import (
     LengthPolicy,
     LengthPolicyOption,
     PrepackOption,
+    PrivateOption,
     TargetOption,
 )
 
@@ -91,7 +92,7 @@ def run(
     from ..online.replay_buffer import BufferSettings
     from ..online.run_settings import InferenceSettings, SideSettings, TrainerSettings
     from ..online.supervisor import check_places
-    from .loading import find_drafter
+    from .loading import check_target, find_drafter
 
     # All that can be wrong is found before a process is started.
     arguments = OnlineTrainingArguments(
@@ -110,12 +111,14 @@ def run(
         seed=seed,
     )
     served = _read_prompts(prompts, domain, attach)
+    drafter = find_drafter(target, drafter)
+    check_target(target)
     half = max((os.cpu_count() or 2) // 2, 1)
 
     def side(on: str | None, threads: int | None) -> SideSettings:
         return SideSettings(
             target=target,
-            drafter=find_drafter(target, drafter),
+            drafter=drafter,
             buffer=buffer.absolute(),
             publish_dir=publish_dir.absolute(),
             dtype=dtype.value,
@@ -295,7 +298,7 @@ def push(
     repo_id: Annotated[str, typer.Argument(metavar="REPO", help="Repository on the Hub, as org/name.")],
     publish_dir: options.ExistingPublishDirOption,
     version: Annotated[int | None, typer.Option("--version", min=0, help="Default: the one that is served.")] = None,
-    private: Annotated[bool, typer.Option("--private", help="If the repository is new.")] = False,
+    private: PrivateOption = False,
     license_name: Annotated[str | None, typer.Option("--license", help="Default: the target's.")] = None,
 ) -> None:
     """Push a published version to the Hub, with a card of what it was adapted on and what that gained."""

@@ -8,9 +8,11 @@ import sys
 import threading
 import time
 import urllib.request
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants
 from published_drafters import adapted_drafter, publish
 from tiny_online_run import save_models
 
@@ -54,14 +56,25 @@ def test_help(command, capsys):
         (["--prompts", "PROMPTS", "--min-held-out", "99"], "`min_held_out` is 99"),
         (["--prompts", "PROMPTS", "--buffer", "/dev/null/buffer"], "cannot be made"),
         (["--attach"], "no drafter was given"),
+        (["--prompts", "PROMPTS", "--target", "/no/target"], "`--target` is '/no/target' and cannot be loaded (there"),
+        (
+            ["--prompts", "PROMPTS", "--target", "no-such-target"],
+            "`--target` is 'no-such-target' and cannot be loaded",
+        ),
+        (["--attach", "--target", "tests"], "`--target` is 'tests' and cannot be loaded"),
+        (["--prompts", "PROMPTS", "--drafter", "./none"], "`--drafter` is './none' and cannot be loaded (there"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(models, tmp_path, capsys, monkeypatch, options, message):
     monkeypatch.setattr(online, "_run", None)
     drafter = [] if options == ["--attach"] else ["--drafter", str(models / "drafter")]
     given = [str(models / "prompts.jsonl") if option == "PROMPTS" else option for option in options]
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert main(arguments(models, tmp_path, *drafter, *given)) == 2
-    assert message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not (tmp_path / "published").exists()
 
 
 def test_options_reach_both_sides(models, tmp_path, monkeypatch):

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import logging
 
+import pytest
+
+from adaflash_hf.cli import main
 from adaflash_hf.commands.options import DraftProposal, LengthPolicy, drafting_kwargs
 
 
@@ -22,3 +25,11 @@ def test_given_options_become_plain_strings():
     kwargs = drafting_kwargs(LengthPolicy.LENGTH_HEAD, DraftProposal.SAMPLE)
     assert kwargs == {"length_policy": "length_head", "draft_proposal": "sample"}
     assert {type(value) for value in kwargs.values()} == {str}
+
+
+@pytest.mark.parametrize("command", [["card"], ["online", "push"], ["train"]])
+def test_repositories_are_private_by_the_same_option(command, capsys):
+    assert main([*command, "--help"]) == 0
+    assert "--private / --public Of a repository that is new. [default: public]" in " ".join(
+        capsys.readouterr().out.split()
+    )
