@@ -44,6 +44,7 @@ class HubServer(ThreadingHTTPServer):
             "HF_TOKEN": "hf_stand_in",
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_OFFLINE": "0",  # whatever this process was started with: it is no network that is asked
         }
 
     def serve_this_process(self, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -52,6 +53,7 @@ class HubServer(ThreadingHTTPServer):
         template = self.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", "hf_stand_in")
         # transformers keeps a client, which would go on asking the server it was made for.
         monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
