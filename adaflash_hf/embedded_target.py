@@ -40,6 +40,7 @@ __all__ = [
     "default_dtype",
     "embedded_target_directory",
     "load_target",
+    "loading_target",
     "target_cache_directory",
     "without_progress_bars",
 ]
@@ -179,20 +180,35 @@ def _resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtyp
     return _DTYPES[dtype]
 
 
-def _load_named(name_or_path: str, dtype: torch.dtype, report: ProgressCallback) -> LoadedTarget:
+@contextlib.contextmanager
+def loading_target(name_or_path: str, option: str = "target") -> Iterator[None]:
+    """
+    A block that loads a target, or a part of it, by its name; where there is none, it says so.
+
+    Args:
+        name_or_path (`str`):
+            Hub id or directory.
+        option (`str`, *optional*, defaults to `"target"`):
+            What the user named it by.
+    """
     try:
         if is_missing_directory(name_or_path, may_lack_owner=True):
             raise FileNotFoundError("there is no such directory here")
+        yield
+    except (OSError, ValueError, StrictDataclassError) as error:
+        reason = "it is a drafter" if _is_drafter(name_or_path) else first_line(error)
+        raise InvalidInputError(
+            f"`{option}` is {name_or_path!r} and cannot be loaded ({reason}). Pass a Hub id, the directory of a "
+            f"causal language model, or {EMBEDDED_TARGET_NAME!r}."
+        ) from error
+
+
+def _load_named(name_or_path: str, dtype: torch.dtype, report: ProgressCallback) -> LoadedTarget:
+    with loading_target(name_or_path):
         report(f"Loading {name_or_path}")
         with hub_or_cache(name_or_path):
             tokenizer = AutoTokenizer.from_pretrained(name_or_path)
             model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        reason = "it is a drafter" if _is_drafter(name_or_path) else first_line(error)
-        raise InvalidInputError(
-            f"`target` is {name_or_path!r} and cannot be loaded ({reason}). Pass a Hub id, the directory of a causal "
-            f"language model, or {EMBEDDED_TARGET_NAME!r}."
-        ) from error
     return LoadedTarget(model, tokenizer)
 
 

@@ -189,7 +189,7 @@ def length_head(
     from ..modeling_confidence_head import ConfidenceHeadModel
     from ..modeling_length_head import LengthHeadModel
     from ..output_places import check_writable
-    from .loading import find_drafter, load_drafter
+    from .loading import find_drafter, load_beside, load_drafter
 
     drafter = find_drafter(target, drafter)
     named_heads, named_confidences = _named(head, "--head"), _named(confidence_head, "--confidence-head")
@@ -198,9 +198,9 @@ def length_head(
     target_model, _ = load_target(target, dtype.value, device=device, on_progress=console.print)
     model = load_drafter(drafter, target_model)
     heads = {} if model.length_head is None else {"length head": model.length_head}
-    heads |= {name: _load_head(LengthHeadModel, path, "--head", target_model) for name, path in named_heads.items()}
+    heads |= {name: load_beside(LengthHeadModel, path, target_model, "--head") for name, path in named_heads.items()}
     confidences = {
-        name: _load_head(ConfidenceHeadModel, path, "--confidence-head", target_model)
+        name: load_beside(ConfidenceHeadModel, path, target_model, "--confidence-head")
         for name, path in named_confidences.items()
     }
     data = _split(target_model, trajectories, model.config.target_layer_ids, max_tokens, held_out, features)
@@ -267,13 +267,6 @@ def _split(
     dataset, _ = open_trajectories(target_model, trajectories, layer_ids, features.value, max_tokens=max_tokens)
     train, judged = split_by_prompt(dataset, held_out)
     return AblationData(Subset(dataset, train), Subset(dataset, judged))
-
-
-def _load_head(model_class: Any, name_or_path: str, option: str, target_model: PreTrainedModel) -> Any:
-    from ..hub_connection import loading_checkpoint
-
-    with loading_checkpoint(name_or_path, option):
-        return model_class.from_pretrained(name_or_path, dtype=target_model.dtype).to(target_model.device)
 
 
 def _load_float32(name_or_path: str, option: str) -> DFlashDrafterModel:

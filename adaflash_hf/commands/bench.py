@@ -211,8 +211,7 @@ def _load(
     from ..evaluation.bench import describe_environment
     from ..evaluation.bench_methods import BenchModels, needs_drafter
     from ..generation.prepacking import settle_prepacking
-    from ..hub_connection import loading_checkpoint
-    from .loading import load_drafter, load_models
+    from .loading import load_beside, load_drafter, load_models
 
     drafter_model: Any = None
     if any(needs_drafter(name) for name in methods):
@@ -226,9 +225,7 @@ def _load(
         settle_prepacking(assistant_model, prepack)
     head: Any = None
     if extra.confidence_head is not None:
-        with loading_checkpoint(extra.confidence_head, "--confidence-head"):
-            head = AutoModel.from_pretrained(extra.confidence_head, dtype=target_model.dtype)
-        head = head.to(target_model.device).eval()
+        head = load_beside(AutoModel, extra.confidence_head, target_model, "--confidence-head")
     pad = tokenizer.pad_token_id
     osd = None if extra.osd_drafter is None else load_drafter(extra.osd_drafter, target_model, "--osd-drafter")
     if osd is not None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..embedded_target import EMBEDDED_TARGET_NAME, ProgressCallback, load_target
-from ..error_text import first_line
+from ..embedded_target import EMBEDDED_TARGET_NAME, ProgressCallback, load_target, loading_target
 from ..errors import InvalidInputError
 from ..generation.prepacking import has_prepacked_layers, settle_prepacking, unpacked_twin
-from ..hub_connection import hub_or_cache, is_missing_directory, loading_checkpoint, refuse_missing_directory
+from ..hub_connection import hub_or_cache, loading_checkpoint, refuse_missing_directory
 
 
 if TYPE_CHECKING:
@@ -21,7 +20,15 @@ if TYPE_CHECKING:
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
 
-__all__ = ["LoadedModels", "check_target", "find_baseline", "find_drafter", "load_drafter", "load_models"]
+__all__ = [
+    "LoadedModels",
+    "check_target",
+    "find_baseline",
+    "find_drafter",
+    "load_beside",
+    "load_drafter",
+    "load_models",
+]
 
 _DRAFTER_OF_EMBEDDED_TARGET = "adaflash-drafter-smollm2-135m"
 _CHECKPOINTS_DIRECTORY = Path(__file__).resolve().parents[2] / "checkpoints"
@@ -72,19 +79,10 @@ def check_target(target: str) -> None:
     """
     if target == EMBEDDED_TARGET_NAME:
         return
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    try:
-        if is_missing_directory(target, may_lack_owner=True):
-            raise FileNotFoundError("there is no such directory here")
-        with hub_or_cache(target):
-            AutoConfig.from_pretrained(target, trust_remote_code=False)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise InvalidInputError(
-            f"`--target` is {target!r} and cannot be loaded ({first_line(error)}). Pass a Hub id, the directory of a "
-            f"causal language model, or {EMBEDDED_TARGET_NAME!r}."
-        ) from error
+    with loading_target(target, "--target"), hub_or_cache(target):
+        AutoConfig.from_pretrained(target, trust_remote_code=False)
 
 
 def load_drafter(name_or_path: str, target_model: PreTrainedModel, option: str = "--drafter") -> DFlashDrafterModel:
@@ -101,9 +99,26 @@ def load_drafter(name_or_path: str, target_model: PreTrainedModel, option: str =
     """
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
+    return load_beside(DFlashDrafterModel, name_or_path, target_model, option)
+
+
+def load_beside(model_class: Any, name_or_path: str, target_model: PreTrainedModel, option: str) -> Any:
+    """
+    Load a drafter or a head in its target's dtype and onto its device.
+
+    Args:
+        model_class (`type`):
+            Its class, or `AutoModel`.
+        name_or_path (`str`):
+            Hub id or directory.
+        target_model (`PreTrainedModel`):
+            The target it will work with.
+        option (`str`):
+            What the user named it by.
+    """
     with loading_checkpoint(name_or_path, option):
-        drafter = DFlashDrafterModel.from_pretrained(name_or_path, dtype=target_model.dtype)
-    return drafter.to(target_model.device).eval()
+        model = model_class.from_pretrained(name_or_path, dtype=target_model.dtype)
+    return model.to(target_model.device).eval()
 
 
 def load_models(
