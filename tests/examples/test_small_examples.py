@@ -19,6 +19,8 @@ from adaflash_hf import DFlashDrafterModel, embedded_target
 from adaflash_hf.commands import loading
 from adaflash_hf.commands.loading import LoadedModels
 from adaflash_hf.embedded_target import LoadedTarget
+from adaflash_hf.evaluation.workloads import load_workload
+from adaflash_hf.training.prompts import read_prompt_file
 
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -163,3 +165,40 @@ def test_chat_prompts_are_varied_whole_and_the_same_each_time(tmp_path, monkeypa
     assert text == (tmp_path / "b").read_text(encoding="utf-8")
     assert len(set(prompts)) == 300
     assert all("{}" not in prompt and "\n" not in prompt and "  " not in prompt for prompt in prompts)
+
+
+def test_a_solved_task_becomes_a_stub_that_is_asked_as_humaneval_is(tmp_path, monkeypatch):
+    records = [
+        {
+            "text": "Write a function to add two\nnumbers.",
+            "code": "import math\r\ndef helper(x):\r\n    return x\r\ndef add(a, b=1):\r\n    return helper(a) + b",
+            "test_list": ["assert add(1, 2) == 3", "assert add([1])", "assert 'no end"],
+        },
+        {"instruction": "Say it in JavaScript.", "output": "console.log('it');"},
+        {"instruction": "Print it.", "output": "print('it')"},
+    ]
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    as_list = tmp_path / "tasks.json"
+    as_list.write_text(json.dumps(records), encoding="utf-8")
+    command = [
+        "write_code_prompts.py",
+        "--out",
+        str(tmp_path / "stubs"),
+        "--tasks",
+        str(tasks),
+        "--tasks",
+        str(as_list),
+    ]
+    monkeypatch.setattr(sys, "argv", command)
+    runpy.run_path(str(EXAMPLES / command[0]), run_name="__main__")
+    (line,) = (tmp_path / "stubs").read_text(encoding="utf-8").splitlines()
+    (asked,) = read_prompt_file(tmp_path / "stubs", "code")
+    assert json.loads(line)["prompt"] == asked.messages[0][1]
+    stub = (
+        "import math\n\n\ndef add(a, b=1):\n"
+        '    """ Write a function to add two numbers.\n    >>> add(1, 2)\n    3\n    """'
+    )
+    tests = tmp_path / "humaneval.jsonl"
+    tests.write_text(json.dumps({"prompt": stub + "\n"}) + "\n", encoding="utf-8")
+    assert asked.messages == load_workload("humaneval", tmp_path).prompts[0].messages
