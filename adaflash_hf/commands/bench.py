@@ -39,6 +39,7 @@ from .options import (
     DtypeOption,
     PrepackOption,
     TargetOption,
+    warn_if_idle,
 )
 
 
@@ -117,11 +118,7 @@ def bench(
         report = _bench_servers(base_urls, model, api_key, asked, settings, messages, writer)
     else:
         _check_methods(settings.methods)
-        if draft_proposal is not None and not temperature:
-            raise InvalidInputError(
-                f"`--draft-proposal` is {draft_proposal.value!r}, but drafts are only drawn at random where answers "
-                "are; pass --temperature, too."
-            )
+        warn_if_idle(draft_proposal, is_greedy=not temperature)
         extra = _Extra(assistant, confidence_head, osd_drafter)
         models, tokenizer, environment = _load(
             settings.methods, target, drafter, extra, dtype.value, device, prepack, messages

@@ -26,6 +26,7 @@ __all__ = [
     "VerboseOption",
     "drafting_kwargs",
     "is_default",
+    "warn_if_idle",
 ]
 
 
@@ -128,12 +129,25 @@ def drafting_kwargs(
     kwargs = {"length_policy": (length_policy or LengthPolicy.COST_AWARE).value}
     if kwargs["length_policy"] == LengthPolicy.COST_AWARE:
         _show_calibration()
+    warn_if_idle(draft_proposal, is_greedy=is_greedy)
+    return kwargs if draft_proposal is None else {**kwargs, "draft_proposal": draft_proposal.value}
+
+
+def warn_if_idle(draft_proposal: DraftProposal | None, *, is_greedy: bool) -> None:
+    """
+    Say on standard error that a draft proposal has no effect, where decoding is greedy.
+
+    Args:
+        draft_proposal (`DraftProposal`, *optional*):
+            Value of `--draft-proposal`.
+        is_greedy (`bool`):
+            Whether the likeliest tokens are taken.
+    """
     if draft_proposal is not None and is_greedy:
         typer.echo(
             f"Warning: `--draft-proposal` is {draft_proposal.value!r}, but decoding is greedy; it has no effect.",
             err=True,
         )
-    return kwargs if draft_proposal is None else {**kwargs, "draft_proposal": draft_proposal.value}
 
 
 def _show_calibration() -> None:

@@ -65,6 +65,15 @@ def test_errors_name_options(tmp_path, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_draft_proposal_has_no_effect_on_greedy_decoding(tmp_path, capsys):
+    arguments = ["--concurrency", 1, "--draft-proposal", "sample"]
+    assert run(tmp_path / "greedy", *arguments) == 0
+    warning = "Warning: `--draft-proposal` is 'sample', but decoding is greedy; it has no effect."
+    assert warning in capsys.readouterr().err.splitlines()
+    assert run(tmp_path / "sampled", *arguments, "--temperature", 0.5) == 0
+    assert warning not in capsys.readouterr().err
+
+
 def test_the_options_say_what_is_taken(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert run(tmp_path / "bench", "--max-new-tokens", measuring._LEAST_NEW_TOKENS - 1) == 2
