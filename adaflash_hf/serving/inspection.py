@@ -152,8 +152,6 @@ def _look_at_files(
         form = format_called(format_name) if format_name is not None else detect_format(checkpoint)
         result.format, result.format_title = form.name, form.title
         result.config, reading = interpret(checkpoint, form, options)
-        # What the drafter says of itself, not what it would say if it were exported with this target.
-        result.config.target_model_name_or_path = reading.named_target
         result.notes += reading.notes
         result.notes += [f"`{name}` would be left out: {why}." for name, why in reading.dropped.items()]
     except DrafterCheckpointError as error:

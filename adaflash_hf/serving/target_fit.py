@@ -27,14 +27,10 @@ def check_fit(config: DFlashDrafterConfig, target: TargetFiles) -> None:
         DrafterCompatibilityError: They do not fit.
         InvalidInputError: The target's config.json is not a language model's.
     """
-    fields = config.to_dict()
-    if fields["target_model_name_or_path"] == target.name:
-        # Filled in where the files name none; "trained for" that target would contradict that it does not fit.
-        fields["target_model_name_or_path"] = None
     try:
         with torch.device("meta"):
             target_model = AutoModelForCausalLM.from_config(target.full_config, dtype=torch.bfloat16)
-            drafter = DFlashDrafterModel(type(config).from_dict(fields)).to(torch.bfloat16)
+            drafter = DFlashDrafterModel(type(config).from_dict(config.to_dict())).to(torch.bfloat16)
     except ValueError as error:
         reason = " ".join(str(error).split())
         raise InvalidInputError(f"`target` is {target.name!r}, which makes no language model: {reason}") from error

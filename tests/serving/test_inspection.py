@@ -185,6 +185,12 @@ def test_the_target_is_the_one_that_the_files_name(name: str, tmp_path: Path) ->
     assert (result.fits, result.as_dict()["drafter"]["target"]) == (str(tmp_path / "fits"), None)
     result = inspect_drafter(exported(tmp_path / "named", name), options)
     assert (result.fits, result.as_dict()["drafter"]["target"]) == (str(tmp_path / "fits"), "org/target")
+    tiny_target(num_hidden_layers=5).config.save_pretrained(tmp_path / "deeper")
+    options = ReadOptions(target=TargetFiles(str(tmp_path / "deeper")))
+    (problem,) = inspect_drafter(tmp_path / "unnamed", options).problems
+    assert "It was trained for" not in problem
+    (problem,) = inspect_drafter(tmp_path / "named", options).problems
+    assert "It was trained for org/target." in problem
 
 
 def test_adapters(tmp_path: Path) -> None:

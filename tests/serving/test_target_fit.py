@@ -19,10 +19,6 @@ def test_no_weights_are_needed(architecture: str, tmp_path: Path) -> None:
         check_fit(tiny_drafter_config(num_target_layers=9), target)
     with pytest.raises(DrafterCompatibilityError, match="`vocab_size` is 50"):
         check_fit(tiny_drafter_config(vocab_size=50), target)
-    # The name of the target to compare with, put where the files name none, is not what it was trained for.
-    with pytest.raises(DrafterCompatibilityError) as caught:
-        check_fit(tiny_drafter_config(num_target_layers=9, target_model_name_or_path=target.name), target)
-    assert "It was trained for" not in str(caught.value)
     with pytest.raises(DrafterCompatibilityError, match="It was trained for org/other"):
         check_fit(tiny_drafter_config(num_target_layers=9, target_model_name_or_path="org/other"), target)
 

@@ -29,6 +29,7 @@ from .read_back import check_bundle, check_written
 from .reading import Reading, ReadOptions, apply_options
 from .registry import detect_format, format_called
 from .stored_checkpoint import CONFIG_NAME, StoredCheckpoint, open_checkpoint
+from .target_files import TargetFiles
 
 
 __all__ = ["convert_drafter", "interpret", "read_drafter", "write_drafter"]
@@ -94,7 +95,6 @@ def interpret(
         raise DrafterCheckpointError(f"{checkpoint.source}: the format {form.name} is not read.")
     try:
         reading = form.read(checkpoint, options)
-        reading.named_target = reading.config.get("target_model_name_or_path") or None
         apply_options(reading.config, options, checkpoint.source)
         config = DFlashDrafterConfig.from_dict({**reading.config, "model_type": DFlashDrafterConfig.model_type})
     except DrafterCheckpointError:
@@ -151,7 +151,7 @@ def write_drafter(
     check_bundle(bundle)
     if form.write is None:
         raise InvalidInputError(f"`format` is {format_name!r}, which is only read, not written.")
-    written = form.write(_with_target(bundle, options), options)
+    written = form.write(_with_target(bundle, options.target), options)
     check_bundle(written.holds)
     needed = sum(tensor.numel() * tensor.element_size() for tensor in written.tensors.values()) + _MARGIN_BYTES
     try:
@@ -220,7 +220,8 @@ def convert_drafter(
     bundle = read_drafter(source, read_options, hub, source_format)
     if check is not None:
         check(bundle.config)
-    return bundle, write_drafter(bundle, path, format_name, write_options, force=force)
+    named = _with_target(bundle, None if read_options is None else read_options.target)
+    return bundle, write_drafter(named, path, format_name, write_options, force=force)
 
 
 def _shape_of(checkpoint: StoredCheckpoint, reading: Reading, name: str) -> tuple[int, ...]:
@@ -247,14 +248,14 @@ def _with_dtype(form: CheckpointFormat, options: WriteOptions) -> WriteOptions:
     return WriteOptions(target=options.target, dtype=form.dtype)
 
 
-def _with_target(bundle: DrafterBundle, options: WriteOptions) -> DrafterBundle:
+def _with_target(bundle: DrafterBundle, target: TargetFiles | None) -> DrafterBundle:
     """A drafter that names its target and its vocabulary, if the target was given."""
-    if options.target is None:
+    if target is None:
         return bundle
     fields = bundle.config.to_dict()
-    fields["target_model_name_or_path"] = fields["target_model_name_or_path"] or options.target.name
+    fields["target_model_name_or_path"] = fields["target_model_name_or_path"] or target.name
     if fields["vocab_size"] is None:
-        fields["vocab_size"] = options.target.config.vocab_size
+        fields["vocab_size"] = target.config.vocab_size
     return replace(bundle, config=DFlashDrafterConfig.from_dict(fields))
 
 

@@ -48,7 +48,6 @@ class Reading:
         dropped (`dict[str, str]`): Stored tensors that are left out, and why.
         notes (`list[str]`): What the user should know.
         computed (`dict[str, torch.Tensor]`): Native tensors that no stored one is a copy of.
-        named_target (`str`, *optional*): The target that the files name; `config` may have the user's in its place.
     """
 
     config: dict[str, Any]
@@ -56,7 +55,6 @@ class Reading:
     dropped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     computed: dict[str, torch.Tensor] = field(default_factory=dict)
-    named_target: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class ReadOptions:
     What the user says about a checkpoint, where its files do not say it.
 
     Args:
-        target (`TargetFiles`, *optional*): The target it was trained for.
+        target (`TargetFiles`, *optional*): The target it was trained for. What is read names it only if the files do.
         block_size (`int`, *optional*): Rows of a block.
         block_layout (`str`, *optional*): `"anchor_then_masks"` or `"anchor_first"`.
         trust_copies (`bool`): Take the checkpoint's own embedding and LM head for copies of the target's unseen.
@@ -98,10 +96,8 @@ def apply_options(config: dict[str, Any], options: ReadOptions, source: str) -> 
             f"{source}: config.json does not say the `block_size` the drafter was trained with, and it cannot be "
             "guessed. Pass --block-size."
         )
-    if options.target is not None:
-        config["target_model_name_or_path"] = config.get("target_model_name_or_path") or options.target.name
-        if config.get("vocab_size") is None:
-            config["vocab_size"] = options.target.config.vocab_size
+    if options.target is not None and config.get("vocab_size") is None:
+        config["vocab_size"] = options.target.config.vocab_size
 
 
 def plan_tensors(

@@ -14,12 +14,14 @@ from foreign_checkpoints import speculators_config
 from full_disk import full_disk
 from safetensors.torch import load_file
 from tiny_checkpoints import ZLAB_CONFIG, write
-from tiny_models import tiny_drafter
+from tiny_models import tiny_drafter, tiny_target
 
 from adaflash_hf import DFlashDrafterModel
 from adaflash_hf.errors import AdaFlashError, DrafterCheckpointError, DrafterExportError, InvalidInputError
 from adaflash_hf.serving.formats import (
     DrafterBundle,
+    ReadOptions,
+    TargetFiles,
     WriteOptions,
     convert_drafter,
     drafter_files,
@@ -80,6 +82,21 @@ def test_a_drafter_is_not_converted_onto_itself(bundle: DrafterBundle, tmp_path:
     os.symlink(tmp_path / "drafter", tmp_path / "link")
     with pytest.raises(InvalidInputError, match="the drafter itself"):
         convert_drafter(tmp_path / "link", tmp_path / "drafter", "sglang", force=True)
+
+
+@pytest.mark.parametrize("name", ["native", "z-lab"])
+@pytest.mark.parametrize("options", [ReadOptions, WriteOptions])
+def test_the_target_that_was_given_is_named_by_what_is_written(name: str, options: Any, tmp_path: Path) -> None:
+    drafter = tiny_drafter()
+    write_drafter(DrafterBundle(drafter.config, drafter.state_dict(), "memory"), tmp_path / "in", name)
+    tiny_target().config.save_pretrained(tmp_path / "target")
+    target = TargetFiles(str(tmp_path / "target"))
+    assert read_drafter(tmp_path / "in", ReadOptions(target=target)).config.target_model_name_or_path is None
+    given = {"read_options" if options is ReadOptions else "write_options": options(target=target)}
+    bundle, written = convert_drafter(tmp_path / "in", tmp_path / "out", "speculators", **given)
+    assert bundle.config.target_model_name_or_path is None
+    assert written.holds.config.target_model_name_or_path == target.name
+    assert read_drafter(tmp_path / "out").config.target_model_name_or_path == target.name
 
 
 def test_a_failing_check_leaves_the_old_one(bundle: DrafterBundle, tmp_path: Path, monkeypatch: Any) -> None:
