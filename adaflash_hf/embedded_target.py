@@ -183,7 +183,7 @@ def _resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtyp
 @contextlib.contextmanager
 def loading_target(name_or_path: str, option: str = "target") -> Iterator[None]:
     """
-    A block that loads a target, or a part of it, by its name; where there is none, it says so.
+    A block that loads a target, or a part of it, by its name; where there is none, or a drafter, it says so.
 
     Args:
         name_or_path (`str`):
@@ -194,12 +194,13 @@ def loading_target(name_or_path: str, option: str = "target") -> Iterator[None]:
     try:
         if is_missing_directory(name_or_path, may_lack_owner=True):
             raise FileNotFoundError("there is no such directory here")
+        if _is_drafter(name_or_path):
+            raise ValueError("it is a drafter")
         yield
     except (OSError, ValueError, StrictDataclassError) as error:
-        reason = "it is a drafter" if _is_drafter(name_or_path) else first_line(error)
         raise InvalidInputError(
-            f"`{option}` is {name_or_path!r} and cannot be loaded ({reason}). Pass a Hub id, the directory of a "
-            f"causal language model, or {EMBEDDED_TARGET_NAME!r}."
+            f"`{option}` is {name_or_path!r} and cannot be loaded ({first_line(error)}). Pass a Hub id, the directory "
+            f"of a causal language model, or {EMBEDDED_TARGET_NAME!r}."
         ) from error
 
 
