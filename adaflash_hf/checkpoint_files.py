@@ -1,6 +1,9 @@
-"""What checkpoint files hold, read from their headers alone, and how their tensors are named in messages."""
+"""What checkpoint files hold, read from headers and config.json alone, and how their tensors are named in messages."""
 
+import json
+import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -38,6 +41,19 @@ def tensor_shapes(files: Iterable[str]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def stored_model_type(directory: str | os.PathLike[str]) -> str | None:
+    """
+    The `model_type` that the config.json of a directory says, None if it says none.
+
+    Raises:
+        OSError: There is no config.json, or it cannot be read.
+        ValueError: It is not JSON.
+    """
+    config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    return model_type if isinstance(model_type, str) else None
+
+
 def listed_names(names: Iterable[str]) -> str:
     """The first few names, and how many more there are."""
     names = list(names)
@@ -45,4 +61,4 @@ def listed_names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-__all__ = ["HUB_ARGUMENTS", "hub_arguments", "listed_names", "tensor_shapes"]
+__all__ = ["HUB_ARGUMENTS", "hub_arguments", "listed_names", "stored_model_type", "tensor_shapes"]

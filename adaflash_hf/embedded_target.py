@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from .checkpoint_files import stored_model_type
 from .cpu_arithmetic import multiplies_natively
 from .error_text import first_line, install_hint
 from .errors import InvalidInputError, MissingDependencyError
@@ -216,10 +217,8 @@ def _load_named(name_or_path: str, dtype: torch.dtype, report: ProgressCallback)
 def _is_drafter(directory: str) -> bool:
     """Whether target and drafter were mixed up; then what the tokenizer's loader says explains nothing."""
     try:
-        return (
-            json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))["model_type"] == "dflash_drafter"
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        return stored_model_type(directory) == "dflash_drafter"
+    except (OSError, ValueError):
         return False
 
 

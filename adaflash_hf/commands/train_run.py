@@ -148,11 +148,12 @@ class TrainingRun:
 
     def _check_holds_no_other_model(self) -> None:
         """The drafter's files would take the place of that model's: of the target's, where the two are mixed up."""
+        from ..checkpoint_files import stored_model_type
+
         try:
-            config = json.loads((self.out / "config.json").read_text(encoding="utf-8"))
+            model_type = stored_model_type(self.out)
         except (OSError, ValueError):
             return
-        model_type = config.get("model_type") if isinstance(config, dict) else None
         if model_type not in _WRITTEN_MODEL_TYPES:
             raise InvalidInputError(
                 f"`--out` is {str(self.out)!r}, which holds a model of type {model_type!r} that would be overwritten; "
