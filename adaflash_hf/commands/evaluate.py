@@ -26,7 +26,7 @@ from .help_pages import SectionedCommand
 __all__ = ["app"]
 
 app = typer.Typer(
-    no_args_is_help=True, help="Repeat the paper's experiments in small, on a real model of your choice."
+    no_args_is_help=True, help="Repeat the papers' experiments in small, on a real model of your choice."
 )
 
 # Each experiment has a directory with these files and pictures beside them.

@@ -58,7 +58,7 @@ MaxNewTokensOption = Annotated[int, _traffic("--max-new-tokens", "-n", min=1, he
 MaxPromptTokensOption = Annotated[int, _traffic("--max-prompt-tokens", min=1, help="Longer prompts are left out.")]
 ReplayOption = Annotated[bool, _traffic("--replay", help="Draft on known answers instead of decoding; no speeds.")]
 ConcurrencyOption = Annotated[int, _traffic("--concurrency", min=1, help="Requests decoded at a time.")]
-PolicyOption = Annotated[ShiftPolicy, _traffic("--length-policy", help="Who decides how much is verified.")]
+PolicyOption = Annotated[ShiftPolicy, _traffic("--length-policy", help="What decides how much is verified.")]
 ScaleOption = Annotated[float, _traffic("--length-scale", help="Factor on the length head's forecast.")]
 MethodsOption = Annotated[str, _training("--methods", help="Ways of adapting, separated by commas.")]
 SeedsOption = Annotated[str, _training("--seeds", help="Separated by commas.")]

@@ -26,7 +26,7 @@ WorkloadOption = Annotated[
 ]
 LimitOption = Annotated[int, typer.Option("--limit", min=1, help="Prompts, the first ones.")]
 PolicyOption = Annotated[
-    LengthPolicy, typer.Option("--length-policy", help="Who decides how much of a draft is verified.")
+    LengthPolicy, typer.Option("--length-policy", help="What decides how much of a draft is verified.")
 ]
 
 

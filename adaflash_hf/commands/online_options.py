@@ -70,7 +70,7 @@ PromptsOption = Annotated[
     list[Path] | None,
     typer.Option(
         "--prompts",
-        help="JSON lines or JSON file of prompts to serve; several are interleaved.",
+        help="JSON lines or JSON file of prompts to serve, needed without --attach; several are interleaved.",
         exists=True,
         dir_okay=False,
         rich_help_panel=_SERVING,
@@ -158,7 +158,7 @@ HeldOutOption = Annotated[
     ),
 ]
 MinHeldOutOption = Annotated[
-    int, typer.Option("--min-held-out", min=0, help="Before there are as many, no round.", rich_help_panel=_TRAINING)
+    int, typer.Option("--min-held-out", min=0, help="No round before there are so many.", rich_help_panel=_TRAINING)
 ]
 ToleranceOption = Annotated[
     float,

@@ -70,7 +70,9 @@ TargetOption = Annotated[
 ]
 DrafterOption = Annotated[
     str | None,
-    typer.Option("--drafter", help="Hub id or directory of its drafter; default: the one in checkpoints/."),
+    typer.Option(
+        "--drafter", help="Hub id or directory of its drafter; default: for smollm2-135m the one in checkpoints/."
+    ),
 ]
 DtypeOption = Annotated[
     Dtype,
@@ -82,7 +84,8 @@ DeviceOption = Annotated[
 LengthPolicyOption = Annotated[
     LengthPolicy | None,
     typer.Option(
-        "--length-policy", help="Who decides how much of a draft is verified; default: cost_aware, in online fixed."
+        "--length-policy",
+        help="What decides how much of a draft is verified; default: cost_aware, and fixed in `adaflash online`.",
     ),
 ]
 DraftProposalOption = Annotated[

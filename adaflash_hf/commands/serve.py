@@ -61,17 +61,23 @@ def sglang(
     metrics: Annotated[bool, typer.Option("--metrics/--no-metrics", help="Prometheus metrics at /metrics.")] = True,
     verify_mode: Annotated[
         str | None,
-        typer.Option("--verify-mode", help="Plugin: compact saves rows, cap-accept only counts, static does neither."),
+        typer.Option(
+            "--verify-mode",
+            help="Plugin: compact saves rows, cap-accept only counts, static leaves the length head out; default: "
+            "SGLang's, which is static.",
+        ),
     ] = None,
     length_scale: Annotated[
-        float | None, typer.Option("--length-scale", help="Plugin: scale of the length head, the paper's gamma.")
+        float | None,
+        typer.Option("--length-scale", help="Plugin: scale of the length head, the paper's gamma; default: 1.3."),
     ] = None,
     min_verify_length: Annotated[
-        int | None, typer.Option("--min-verify-length", min=1, help="Plugin: least rows, the anchor included.")
+        int | None,
+        typer.Option("--min-verify-length", min=1, help="Plugin: least rows, the anchor included; default: 2."),
     ] = None,
     activation_concurrency: Annotated[
         int | None,
-        typer.Option("--activation-concurrency", min=1, help="Plugin: least requests for the head."),
+        typer.Option("--activation-concurrency", min=1, help="Plugin: least requests for the head; default: 16."),
     ] = None,
     start_timeout: Annotated[
         float, typer.Option("--start-timeout", min=1.0, help="Seconds until it must answer.")
@@ -144,7 +150,12 @@ def reload(
     ] = 8,
     min_relative_acceptance: Annotated[
         float,
-        typer.Option("--min-relative-acceptance", min=0.0, max=1.0, help="Share of accepted drafts to be reached."),
+        typer.Option(
+            "--min-relative-acceptance",
+            min=0.0,
+            max=1.0,
+            help="Share of the accepted drafts of the version before that a new one must reach.",
+        ),
     ] = 0.5,
     poll: Annotated[float, typer.Option("--poll", min=0.1, help="Seconds between two looks.")] = 2.0,
     api_key: ApiKeyOption = None,

@@ -71,7 +71,11 @@ def train(
     dtype: DtypeOption = Dtype.AUTO,
     device: DeviceOption = None,
 ) -> None:
-    """Train a drafter on what its target said, from scratch or from an existing one, or only a head on it."""
+    """
+    Train a drafter on what its target said, from scratch or from an existing one, or only a head on it.
+
+    Where no default is shown, it depends on what is trained and where; a run prints each with its reason.
+    """
     from .train_lora import lora_options
     from .train_run import TrainingRun
 

@@ -236,7 +236,13 @@ ObjectiveOption = Annotated[
 ]
 HardLabelWeightOption = Annotated[
     float | None,
-    typer.Option("--hard-label-weight", min=0.0, max=1.0, help="α of the mixture.", rich_help_panel=_LEARN),
+    typer.Option(
+        "--hard-label-weight",
+        min=0.0,
+        max=1.0,
+        help="α, the share of hard labels in the mixture.",
+        rich_help_panel=_LEARN,
+    ),
 ]
 DivergenceOption = Annotated[
     Divergence | None, typer.Option("--divergence", help="Soft part of the mixture.", rich_help_panel=_LEARN)
@@ -245,11 +251,14 @@ ClipOption = Annotated[
     Clip | None, typer.Option("--clip", help="What of the divergence is clipped.", rich_help_panel=_LEARN)
 ]
 ClipThresholdOption = Annotated[
-    float | None, typer.Option("--clip-threshold", min=0.0, help="δ, in nats.", rich_help_panel=_LEARN)
+    float | None,
+    typer.Option("--clip-threshold", min=0.0, help="δ, where clipping begins, in nats.", rich_help_panel=_LEARN),
 ]
 PositionDecayOption = Annotated[
     float | None,
-    typer.Option("--position-decay", help="Slots after which a slot weighs 1/e.", rich_help_panel=_LEARN),
+    typer.Option(
+        "--position-decay", help="Slots after which the weight of a slot has fallen to 1/e.", rich_help_panel=_LEARN
+    ),
 ]
 TeacherOption = Annotated[
     Teacher, typer.Option("--teacher", help="Where soft targets come from.", rich_help_panel=_LEARN)
@@ -292,10 +301,11 @@ OptimizerOption = Annotated[
     typer.Option("--optimizer", help="muon is for matrices; AdamW takes the rest.", rich_help_panel=_RUN),
 ]
 LearningRateOption = Annotated[
-    float | None, typer.Option("--learning-rate", "--lr", help="Of what is trained.", rich_help_panel=_RUN)
+    float | None,
+    typer.Option("--learning-rate", "--lr", help="Of what is trained; with muon, of matrices.", rich_help_panel=_RUN),
 ]
 VectorLearningRateOption = Annotated[
-    float | None, typer.Option("--vector-learning-rate", help="Of norms.", rich_help_panel=_RUN)
+    float | None, typer.Option("--vector-learning-rate", help="Of norms, with muon.", rich_help_panel=_RUN)
 ]
 WarmupOption = Annotated[
     int | None,
