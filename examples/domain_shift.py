@@ -1,7 +1,7 @@
 """A drafter that knows only maths serves code, then chat, then maths again: which way of adapting it keeps up?
 
-    python examples/domain_shift.py --data data --out results
-    python examples/domain_shift.py --trajectories runs/trajectories --replay --out results
+    python examples/domain_shift.py --data data --out runs/domain_shift
+    python examples/domain_shift.py --trajectories runs/trajectories --replay --out runs/domain_shift
 
 Compared on the same traffic and budget, over several seeds: a drafter that stays as it is (static), online speculative
 decoding (osd: forward KL), AdaFlash (hard labels and clipped reverse KL), AdaFlash on a LoRA adapter, AdaFlash that
@@ -16,6 +16,7 @@ decoding (exactly so in float32), at a fraction of the time; speeds then mean no
 other domains. Each prompt is answered once, whatever is compared; `--trajectories` takes answers that
 `adaflash trajectories` has made, with their domains. A comparison that is stopped goes on with the runs that are
 missing. Data are JSON, tables Markdown, curves PNG. It is the command `adaflash evaluate online`.
+Needs `pip install -e '.[train,bench]'`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     python examples/length_head_only.py --out runs/head
 
 The head learns, from the target's own responses, how much of a block will be accepted, so that the target verifies no
-more than that. Labels come from hindsight: what followed in the response says how far a block was right.
+more than that. Labels come from hindsight: what followed in the response says how far a block was right. Needs
+`pip install -e '.[train]'`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python examples/lora_adaptation.py --out runs/adapted --prompts my_prompts.jsonl
 
 Writes the adapter, to be loaded on top of its base, and the merged drafter, to be exported, and compares both drafters
-on the same held-out responses of the target.
+on the same held-out responses of the target. Needs `pip install -e '.[train]'`.
 """
 
 from __future__ import annotations

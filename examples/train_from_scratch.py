@@ -4,6 +4,7 @@
 
 With these small budgets it takes a few minutes on two cores and shows that everything works; a drafter that pays needs
 thousands of responses (see docs/training.md). Each step is the command of the same name and resumes when killed.
+Needs `pip install -e '.[train]'`.
 """
 
 from __future__ import annotations
