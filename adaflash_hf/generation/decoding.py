@@ -414,15 +414,20 @@ def _single_row(
     mask = kwargs.pop("attention_mask", None)
     ids = input_ids[row : row + 1]
     embeds = kwargs.get("inputs_embeds")
+    visible = None
     if mask is not None:
-        visible = mask[0].bool()
+        begin = int(mask[0].long().argmax())
+        visible = mask[:, begin:]
+        if not bool(visible.all()):
+            kwargs["attention_mask"] = visible  # recurrent states go on over what is masked after the first token
         if embeds is not None:
-            kwargs["inputs_embeds"] = embeds = embeds[:, visible]
-        if ids.shape[1] == visible.shape[0]:
-            ids = ids[:, visible]
+            kwargs["inputs_embeds"] = embeds = embeds[:, begin:]
+        if ids.shape[1] == mask.shape[1]:
+            ids = ids[:, begin:]
     if kwargs.get("position_ids") is not None:
         length = ids.shape[1] if embeds is None else embeds.shape[1]
-        kwargs["position_ids"] = torch.arange(length, device=ids.device)[None]
+        ones = torch.ones(1, length, dtype=torch.long, device=ids.device) if visible is None else visible.long()
+        kwargs["position_ids"] = ones.cumsum(dim=-1) - 1
     return kwargs, ids
 
 

@@ -100,8 +100,10 @@ class PackedDecoding(AdaFlashDecoding):
         prompts = [ids if mask is None else ids[mask[row].bool()] for row, ids in enumerate(input_ids)]
         try:
             batch = _PackedBatch(PackedTarget(self.model), PackedDrafter(self.drafter, self.model))
+            if any(batch.target.cache.is_sliding) and mask is not None and not _is_left_padding(mask):
+                raise UnsupportedGenerationError("Windows count masked tokens, which packed rows leave out.")
             logits = self._prefill_packed(batch, prompts)
-        except UnsupportedGenerationError:  # layers that packed rows cannot serve; no token was chosen yet
+        except UnsupportedGenerationError:  # what packed rows cannot serve; no token was chosen yet
             self.recorder = StatisticsRecorder(self.model.device)
             super()._decode(rows, input_ids, model_kwargs, cache, key)
             return
@@ -252,6 +254,11 @@ def _is_usual(model_kwargs: dict[str, Any], input_ids: torch.Tensor) -> bool:
         return False
     ones = torch.ones_like(input_ids) if mask is None else mask.long()
     return bool(((positions == ones.cumsum(dim=-1) - 1) | (ones == 0)).all())
+
+
+def _is_left_padding(mask: torch.Tensor) -> bool:
+    """Whether what a mask of shape `(batch_size, prompt_length)` hides stands before all tokens of its row."""
+    return bool((mask.long().diff(dim=-1) >= 0).all())
 
 
 def _has_usual_forward(model: Any) -> bool:

@@ -141,6 +141,15 @@ def test_several_answers_per_prompt(architecture: str) -> None:
     )
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next"])
+def test_masked_tokens_inside_of_prompts(architecture: str) -> None:
+    """As after a turn whose answers ended at different tokens: windows and recurrent states pass over them."""
+    inputs = ragged_batch((14, 9, 12))
+    inputs["attention_mask"][0, 3:6] = 0
+    inputs["attention_mask"][1, 8:10] = 0
+    assert_same_as_plain(shared_target(architecture), inputs, max_new_tokens=NEW_TOKENS)
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "qwen3_next"])
 def test_several_end_of_sequence_ids(architecture: str, batch: str) -> None:
