@@ -201,6 +201,11 @@ class DFlashDrafterConfig(PreTrainedConfig):
             return self.layer_types[layer_idx] == "sliding_attention"
         return self.is_causal
 
+    @property
+    def is_block_causal(self) -> bool:
+        """Whether no row of a block sees a later one, so that a block can be cut without changing what remains."""
+        return all(self.is_causal_layer(layer_idx) for layer_idx in range(self.num_hidden_layers))
+
     def window_of_layer(self, layer_idx: int) -> int | None:
         """Window of layer `layer_idx` in tokens; None if it sees everything."""
         return self.sliding_window if self.layer_types[layer_idx] == "sliding_attention" else None

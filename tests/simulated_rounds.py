@@ -42,14 +42,16 @@ class Machine:
         """What a target step of so many rows takes."""
         return _interpolate(rows, self.rows, self.target_s)
 
-    def draft_seconds(self, num_requests: int) -> float:
-        """What a draft takes."""
-        return _interpolate(num_requests, self.requests, self.draft_s)
+    def draft_seconds(self, num_requests: int, longest: int = BLOCK_SIZE) -> float:
+        """What a draft takes: as much as one of whole blocks with as many rows in all."""
+        return _interpolate(num_requests * longest / BLOCK_SIZE, self.requests, self.draft_s)
 
-    def table(self, error: Callable[[int], float] = lambda length: 1.0) -> CostTable:
+    def table(self, error: Callable[[int], float] = lambda length: 1.0, can_cut: bool = False) -> CostTable:
         """The true costs, but for what `error` says of a verify length."""
         target = [[self.target_seconds(n * length) * error(length) for length in LENGTHS] for n in REQUESTS]
-        return CostTable.fit(REQUESTS, LENGTHS, np.array(target), np.array([*map(self.draft_seconds, REQUESTS)]))
+        cut = np.array([[self.draft_seconds(n, length) for length in LENGTHS] for n in REQUESTS])
+        whole = np.array([*map(self.draft_seconds, REQUESTS)])
+        return CostTable.fit(REQUESTS, LENGTHS, np.array(target), whole, cut if can_cut else None)
 
 
 def _interpolate(value: float, grid: Sequence[int], seconds: Sequence[float]) -> float:
@@ -92,6 +94,7 @@ class Simulation:
         head_bias (`float`): What the head multiplies the expected number of accepted drafts by.
         noise (`float`): Spread of the logarithm of a round's time.
         is_packed (`bool`): Whether rows cost one by one.
+        can_cut (`bool`): Whether blocks are cut to what the policy wants.
         machine (`Machine`): What steps cost.
     """
 
@@ -100,11 +103,13 @@ class Simulation:
     head_bias: float = 1.0
     noise: float = 0.05
     is_packed: bool = True
+    can_cut: bool = False
     machine: Machine = SMALL_CPU
     seed: int = 0
     seconds: float = 0.0
     plain_seconds: float = 0.0
     drafted: list[bool] = field(default_factory=list)
+    longest: list[int] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
     speedups: list[tuple[float, float]] = field(default_factory=list)
 
@@ -129,17 +134,19 @@ class Simulation:
         drafts = policy.wants_draft(num_active)
         # As an engine does it; a padded batch is drafted as a whole.
         num_drafted = min(policy.most_drafted(num_active), num_active) if drafts and self.is_packed else num_active
-        context = RoundContext([BLOCK_SIZE] * num_drafted, num_active, self.is_packed)
+        longest = (policy.longest_wanted(num_active) if self.can_cut and drafts else None) or BLOCK_SIZE
+        context = RoundContext([longest] * num_drafted, num_active, self.is_packed)
         if drafts:
+            self.longest.append(longest)
             expected = np.cumprod(rates[:num_drafted], axis=1).sum(axis=1)
-            states = torch.zeros(num_drafted, BLOCK_SIZE, 2)
+            states = torch.zeros(num_drafted, longest, 2)
             states[:, 0, 0] = torch.tensor(np.clip((expected * self.head_bias + 1) / BLOCK_SIZE, 0.01, 0.99))
             lengths[:num_drafted] = policy.choose(stand_in_drafter(), states, context)
         if not self.is_packed:
             lengths[:] = lengths.max()
         hits = np.cumprod(rng.random((num_active, DRAFT_LENGTH)) < rates, axis=1).sum(axis=1)
         accepted = np.minimum(hits, lengths - 1)
-        draft_s = self.machine.draft_seconds(num_drafted) if drafts else 0.0
+        draft_s = self.machine.draft_seconds(num_drafted, longest) if drafts else 0.0
         seconds = noise * (self.machine.target_seconds(lengths.sum()) + draft_s)
         committed = num_active + int(accepted.sum())
         policy.observe_round(

@@ -52,6 +52,8 @@ class Forecast:
         rates (`np.ndarray` of shape `(num_requests, draft_length)`):
             The head's probability that a slot is accepted, given that all before it are.
         buckets (`np.ndarray` of shape `(num_requests, draft_length)`): Where each belongs in the memory.
+
+    Slots that a cut block does not draft have forecasts too, as if it were whole.
     """
 
     rates: np.ndarray
@@ -101,11 +103,14 @@ class AcceptanceForecaster:
         self.draft_length = draft_length
         self.block_size = block_size
         self._confidence_head = confidence_head
-        size = max(_RATIO_BUCKETS * draft_length, _PROBABILITY_BUCKETS)
-        self._seen = np.zeros(size)
-        self._accepted = np.zeros(size)
-        # By slot, of those whose turn came: how many, how many the head expected to be accepted, how many were.
-        self._by_slot = np.zeros((3, draft_length))
+        # What a length head says of a cut block is not what it would say of the whole one, so each number of drafts
+        # has a part of the memory of its own; the last one is that of whole blocks.
+        self._part_size = max(_RATIO_BUCKETS * draft_length, _PROBABILITY_BUCKETS)
+        self._seen = np.zeros(draft_length * self._part_size)
+        self._accepted = np.zeros(draft_length * self._part_size)
+        # By part and slot, of those whose turn came: how many, how many the head expected to be accepted, how many
+        # were.
+        self._by_slot = np.zeros((3, draft_length, draft_length))
         self._source: ForecastSource | None = None
 
     @torch.no_grad()
@@ -113,11 +118,14 @@ class AcceptanceForecaster:
         """
         Args:
             drafter (`DFlashDrafterModel`): The unwrapped drafter, for its heads.
-            hidden_states (`torch.Tensor` of shape `(num_requests, block_size, hidden_size)`): Of the whole blocks.
+            hidden_states (`torch.Tensor` of shape `(num_requests, rows, hidden_size)`):
+                Of whole blocks, or of their first rows if it [`can_forecast_cut`].
 
         Returns:
             `Forecast`: One row per request; costs one transfer from the device.
         """
+        num_drafts = self.draft_length - (self.block_size - hidden_states.shape[1])
+        slots, whole = np.arange(self.draft_length), (self.draft_length - 1) * self._part_size
         head = self._confidence_head or confidence_head_of(drafter)
         if head is not None:
             self._use("confidence_head")
@@ -128,20 +136,26 @@ class AcceptanceForecaster:
                     f"{self.draft_length}. Use the head that was trained for this drafter."
                 )
             buckets = np.minimum((probabilities * _PROBABILITY_BUCKETS).astype(int), _PROBABILITY_BUCKETS - 1)
-            return Forecast(probabilities.astype(float), buckets)
-        slots = np.arange(self.draft_length)
+            return Forecast(probabilities.astype(float), whole + buckets)
         if drafter.length_head is None:
             self._use("history")
             shape = (hidden_states.shape[0], self.draft_length)
-            return Forecast(np.full(shape, _UNKNOWN_RATE), np.broadcast_to(slots, shape))
+            return Forecast(np.full(shape, _UNKNOWN_RATE), np.broadcast_to(whole + slots, shape))
         self._use("length_head")
         # A drafter that overflowed expects nothing to be accepted.
         ratio = np.nan_to_num(drafter.length_head(hidden_states).ratio.float().cpu().numpy().astype(float))
         rates = geometric_rates(ratio * self.block_size - 1, self.draft_length)
         bucket = np.minimum((ratio * _RATIO_BUCKETS).astype(int), _RATIO_BUCKETS - 1)
+        # Slots that a cut block does not draft are only ever seen in whole ones.
+        parts = np.where(slots < num_drafts, (num_drafts - 1) * self._part_size, whole)
         return Forecast(
-            np.repeat(rates[:, None], self.draft_length, axis=1), bucket[:, None] * self.draft_length + slots
+            np.repeat(rates[:, None], self.draft_length, axis=1), parts + bucket[:, None] * self.draft_length + slots
         )
+
+    @property
+    def can_forecast_cut(self) -> bool:
+        """Whether it can forecast blocks of which only the first rows were drafted; a confidence head reads all."""
+        return self._source in ("length_head", "history")
 
     def _use(self, source: ForecastSource) -> None:
         """Buckets mean something else for another head."""
@@ -167,6 +181,7 @@ class AcceptanceForecaster:
         seen, accepted = self._seen[forecast.buckets], self._accepted[forecast.buckets]
         _, expected_by_slot, accepted_by_slot = self._by_slot
         as_expected = (accepted_by_slot + _SLOT_WEIGHT) / (expected_by_slot + _SLOT_WEIGHT)
+        as_expected = as_expected[forecast.buckets // self._part_size, np.arange(self.draft_length)]
         head_rates = np.minimum(forecast.rates * np.clip(as_expected, *_SLOT_BOUNDS), 1.0)
         rates = (accepted + _HEAD_WEIGHT * head_rates) / (seen + _HEAD_WEIGHT)
         return np.cumprod(rates, axis=1)
@@ -193,7 +208,9 @@ class AcceptanceForecaster:
         is_seen = is_accepted | is_rejected
         np.add.at(self._accepted, forecast.buckets[is_accepted], 1.0)
         np.add.at(self._seen, forecast.buckets[is_seen], 1.0)
-        self._by_slot += [is_seen.sum(axis=0), (forecast.rates * is_seen).sum(axis=0), is_accepted.sum(axis=0)]
+        parts = forecast.buckets // self._part_size
+        for total, values in zip(self._by_slot, (is_seen, forecast.rates * is_seen, is_accepted), strict=True):
+            np.add.at(total, (parts, np.broadcast_to(slots, parts.shape)), values)
         # An exponential moving average by weight: what is full forgets as much as it takes in.
         excess = np.maximum(self._seen / _MEMORY_WEIGHT, 1.0)
         self._seen /= excess

@@ -39,15 +39,17 @@ class BlockEmbedder:
         rows = rows.to(device=self._device, dtype=self._dtype)
         return rows if self._scale == 1 else rows * self._scale
 
-    def blocks(self, anchor_ids: torch.Tensor) -> torch.Tensor:
+    def blocks(self, anchor_ids: torch.Tensor, num_rows: int | None = None) -> torch.Tensor:
         """
         Args:
             anchor_ids (`torch.Tensor` of shape `(n,)`): First token of each block.
+            num_rows (`int`, *optional*): Rows of each, the anchor included; by default whole blocks.
 
         Returns:
-            `torch.Tensor` of shape `(n, block_size, hidden_size)`: The drafter's `noise_embeds`.
+            `torch.Tensor` of shape `(n, num_rows, hidden_size)`: The drafter's `noise_embeds`.
         """
-        return torch.cat([self._embed(anchor_ids[:, None]), self._masks.expand(anchor_ids.shape[0], -1, -1)], dim=1)
+        masks = self._masks if num_rows is None else self._masks[:, : num_rows - 1]
+        return torch.cat([self._embed(anchor_ids[:, None]), masks.expand(anchor_ids.shape[0], -1, -1)], dim=1)
 
 
 def _on_its_device(module: nn.Module) -> AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ from ..errors import InvalidInputError
 from .acceptance_forecast import AcceptanceForecaster, Forecast
 from .cost_calibration import RoundBench, calibrated_table
 from .cost_table import CostCorrection, CostTable
-from .length_optimum import LengthChoice, best_lengths
+from .length_optimum import best_lengths
 from .length_policies import LengthPolicy, RoundContext, RoundOutcome
 
 
@@ -54,6 +54,9 @@ _TRIAL_LENGTH = 4
 # then they are held and nothing is made of them, which costs little but memory.
 _PATIENCE_ROUNDS = 128
 
+# Where blocks are cut, one in so many rounds drafts whole ones: what the later slots are worth may change.
+_WHOLE_EVERY = 32
+
 # What belongs to the models and the loop that a policy was last prepared for.
 _LEARNED = (
     "_table",
@@ -84,6 +87,20 @@ class _Choice:
 
     forecast: Forecast
     seconds: float  # expected of the round
+    longest: int | None  # verify length that blocks were cut to
+
+
+@dataclass(frozen=True)
+class _Outlook:
+    """What rounds with drafts would bring on average: tokens of all requests, seconds, and the cut of the blocks."""
+
+    tokens: float
+    seconds: float
+    longest: int | None
+
+    @property
+    def tok_per_s(self) -> float:
+        return self.tokens / self.seconds
 
 
 class CostAwarePolicy(LengthPolicy):
@@ -93,8 +110,8 @@ class CostAwarePolicy(LengthPolicy):
     What a round costs comes from a table that is measured once per target, drafter and device ([`calibrated_table`])
     and corrected by the rounds that follow; what it yields comes from the drafter's heads, corrected by what the
     target accepts ([`AcceptanceForecaster`]). Before a draft, the forecasts of recent blocks say whether drafting
-    pays at the present concurrency; after it, the rows most likely to be accepted are verified as long as one more
-    pays for itself ([`best_lengths`]).
+    pays at the present concurrency, and of a drafter whose blocks can be cut, how many rows; after it, the rows most
+    likely to be accepted are verified as long as one more pays for itself ([`best_lengths`]).
 
     The promise is never to be slower than plain decoding. So that both sides stay known, the one that is thought to
     be slower is tried now and then, as often as keeps the time lost by trying below `exploration_share` of all time,
@@ -184,6 +201,13 @@ class CostAwarePolicy(LengthPolicy):
         is_draft_better = outlook is not None and self._pays(outlook, num_active)
         return num_active if is_draft_better else min(num_active, _TRIAL_REQUESTS)
 
+    def longest_wanted(self, num_active: int) -> int | None:
+        outlook = self._outlook(num_active)
+        # A trial drafts whole blocks: it is there to see.
+        if outlook is None or self._num_rounds % _WHOLE_EVERY == 0 or not self._pays(outlook, num_active):
+            return None
+        return outlook.longest
+
     def keeps_context(self, num_active: int) -> bool:
         outlook = self._outlook(num_active)
         return outlook is None or self._rounds_unpaid < _PATIENCE_ROUNDS or self._pays(outlook, num_active)
@@ -194,7 +218,7 @@ class CostAwarePolicy(LengthPolicy):
             if learned["_forecaster"] is not None:
                 learned["_forecaster"].drafter_changed()
 
-    def _pays(self, outlook: LengthChoice, num_active: int) -> bool:
+    def _pays(self, outlook: _Outlook, num_active: int) -> bool:
         """Whether drafting promises enough more than plain decoding."""
         assert self._recent is not None
         evidence = min(len(self._recent.rates), 1 + _BLOCKS_PER_ROUND * self._num_timed)
@@ -222,7 +246,9 @@ class CostAwarePolicy(LengthPolicy):
         if self._forecaster is None or self._forecaster.draft_length != draft_length:
             self._forecaster = AcceptanceForecaster(draft_length, block_size, self._confidence_head)
         forecast = self._forecaster.forecast(drafter, hidden_states)
-        key = (context.num_active, len(context.longest), draft_length, context.is_packed)
+        num_drafts = draft_length - (block_size - hidden_states.shape[1])
+        longest = None if num_drafts == draft_length else num_drafts + 1
+        key = (context.num_active, len(context.longest), draft_length, context.is_packed, longest)
         seconds = self._keep(key, lambda: self._draft_round_seconds(*key))
         survival = self._forecaster.survival(forecast)
         expected = best_lengths(survival, context.longest, context.num_active, seconds, context.is_packed)
@@ -231,7 +257,7 @@ class CostAwarePolicy(LengthPolicy):
             # A trial is there to see, also of slots that were rejected when they were last seen.
             least = [min(_TRIAL_LENGTH, bound) for bound in context.longest]
             lengths = [max(pair) for pair in zip(lengths, least, strict=True)]
-        context.memo = _Choice(forecast, float(seconds[_index_of(lengths, context.is_packed)]))
+        context.memo = _Choice(forecast, float(seconds[_index_of(lengths, context.is_packed)]), longest)
         return lengths
 
     def verify_lengths(self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, longest: int) -> list[int]:
@@ -264,13 +290,13 @@ class CostAwarePolicy(LengthPolicy):
         return value
 
     def _draft_round_seconds(
-        self, num_active: int, num_drafted: int, draft_length: int, is_packed: bool
+        self, num_active: int, num_drafted: int, draft_length: int, is_packed: bool, longest: int | None = None
     ) -> np.ndarray:
-        """Seconds of a round with drafts, by the number of drafts: in all if packed, else per request."""
+        """Seconds of a round with blocks cut to `longest`, by the number of drafts: in all if packed, else each."""
         table = self._costs()
         drafts = np.arange(num_drafted * draft_length + 1) if is_packed else np.arange(draft_length + 1)
         mean_length = 1 + drafts / num_active if is_packed else 1.0 + drafts
-        tabulated = table.draft_seconds(num_drafted) + table.target_seconds(num_active, mean_length)
+        tabulated = table.draft_seconds(num_drafted, longest) + table.target_seconds(num_active, mean_length)
         path = ("draft", _magnitude(num_active))
         # Only a handful of different corrections, so they are looked up by cell and spread.
         cells = np.round(mean_length).astype(int)
@@ -278,29 +304,32 @@ class CostAwarePolicy(LengthPolicy):
         # One more row is never cheaper, whatever the corrections of neighbouring cells say.
         return np.maximum.accumulate(tabulated * np.array([factors[cell] for cell in cells.tolist()]))
 
-    def _outlook(self, num_active: int) -> LengthChoice | None:
+    def _outlook(self, num_active: int) -> _Outlook | None:
         """What a round with drafts would bring on average, from forecasts of recent blocks; None with too few."""
         if self._recent is None or len(self._recent.rates) < _LEAST_BLOCKS:
             return None
         return self._keep(("outlook", num_active), lambda: self._compute_outlook(num_active))
 
-    def _compute_outlook(self, num_active: int) -> LengthChoice:
+    def _compute_outlook(self, num_active: int) -> _Outlook:
         assert self._recent is not None and self._forecaster is not None
         survival = self._forecaster.survival(self._recent)
         draft_length = survival.shape[1]
-        seconds = self._draft_round_seconds(num_active, num_active, draft_length, self._is_packed)
         samples = min(_OUTLOOK_SAMPLES, max(len(survival) // num_active, 1))
         # The newest blocks, dealt out to rounds of this many requests, some more than once if there are too few.
-        picks = -1 - np.arange(samples * num_active) % len(survival)
-        choices = [
-            best_lengths(survival[rows], [draft_length + 1] * num_active, num_active, seconds, self._is_packed)
-            for rows in picks.reshape(samples, num_active)
-        ]
-        return LengthChoice(
-            [],
-            sum(choice.tokens for choice in choices) / samples,
-            sum(choice.seconds for choice in choices) / samples,
-        )
+        picks = (-1 - np.arange(samples * num_active) % len(survival)).reshape(samples, num_active)
+
+        def outlook(longest: int | None) -> _Outlook:
+            seconds = self._draft_round_seconds(num_active, num_active, draft_length, self._is_packed, longest)
+            bounds = [longest or draft_length + 1] * num_active
+            choices = [best_lengths(survival[rows], bounds, num_active, seconds, self._is_packed) for rows in picks]
+            tokens, spent_s = (sum(getattr(choice, name) for choice in choices) for name in ("tokens", "seconds"))
+            return _Outlook(tokens / samples, spent_s / samples, longest)
+
+        cuts = [length for length in self._costs().lengths if 1 < length <= draft_length]
+        if self._costs().cut_draft_s is None or not self._forecaster.can_forecast_cut:
+            cuts = []
+        # Of equals the longest, which sees more.
+        return max(map(outlook, [None, *reversed(cuts)]), key=lambda each: each.tok_per_s)
 
     # Learning
 
@@ -350,7 +379,9 @@ class CostAwarePolicy(LengthPolicy):
             return
         mean_length = self._mean_length(context, outcome.verify_lengths)
         table = self._costs()
-        tabulated = table.draft_seconds(len(context.longest)) + float(table.target_seconds(num_active, mean_length))
+        longest = context.memo.longest if isinstance(context.memo, _Choice) else None
+        tabulated = table.draft_seconds(len(context.longest), longest)
+        tabulated += float(table.target_seconds(num_active, mean_length))
         self._correction.observe(round_s / tabulated, "draft", _magnitude(num_active), round(mean_length))
 
     def _mean_length(self, context: RoundContext, lengths: Sequence[int]) -> float:

@@ -36,11 +36,13 @@ class RoundBench(Protocol):
         is_packed (`bool`): Whether a target step sees the sum of the verify lengths, or a rectangle of the longest.
         max_requests (`int`): Most requests that can ever be active at once.
         longest_verify_length (`int`): Rows of a whole block, the anchor included.
+        can_cut_blocks (`bool`): Whether `run_draft` drafts fewer rows where it is asked for fewer.
     """
 
     is_packed: bool
     max_requests: int
     longest_verify_length: int
+    can_cut_blocks: bool
 
     def fingerprint(self) -> dict[str, str]:
         """What the costs depend on: target, drafter, device, dtype, threads, versions. Names the cached table."""
@@ -48,8 +50,8 @@ class RoundBench(Protocol):
     def run_target(self, verify_lengths: Sequence[int]) -> None:
         """Projects the drafts of these lengths and verifies them, one length per request; rolled back, waited for."""
 
-    def run_draft(self, num_requests: int) -> None:
-        """Drafts whole blocks up to their hidden states, and waits for them."""
+    def run_draft(self, num_requests: int, longest: int | None = None) -> None:
+        """Drafts up to the hidden states, for verify lengths up to `longest` or whole blocks, and waits for them."""
 
     def close(self) -> None:
         """Frees the scratch state."""
@@ -94,11 +96,16 @@ def calibrate(bench: RoundBench, num_passes: int = 5, clock: Callable[[], float]
 
     target_s = np.zeros((num_passes + 1, len(requests), len(lengths)))
     draft_s = np.zeros((num_passes + 1, len(requests)))
+    cut_draft_s = np.zeros(target_s.shape) if bench.can_cut_blocks else None
     num_timed, spent_s = 0, 0.0
     try:
         for number in range(num_passes + 1):
             begin_s = clock()
             for i, count in enumerate(requests):
+                for j, length in enumerate(lengths if cut_draft_s is not None else ()):
+                    cut_draft_s[number, i, j] = timed(  # type: ignore[index]
+                        lambda count=count, length=length: bench.run_draft(count, length)  # type: ignore[misc]
+                    )
                 draft_s[number, i] = timed(lambda count=count: bench.run_draft(count))  # type: ignore[misc]
                 for j, length in enumerate(lengths):
                     steps = [length] * count
@@ -110,7 +117,13 @@ def calibrate(bench: RoundBench, num_passes: int = 5, clock: Callable[[], float]
     finally:
         bench.close()
     timed_walks = slice(1, num_timed + 1)
-    return CostTable.fit(requests, lengths, _fastest(target_s[timed_walks]), _fastest(draft_s[timed_walks]))
+    return CostTable.fit(
+        requests,
+        lengths,
+        _fastest(target_s[timed_walks]),
+        _fastest(draft_s[timed_walks]),
+        None if cut_draft_s is None else _fastest(cut_draft_s[timed_walks]),
+    )
 
 
 def _fastest(passes: np.ndarray) -> np.ndarray:

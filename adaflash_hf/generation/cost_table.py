@@ -23,7 +23,7 @@ __all__ = ["CostCorrection", "CostTable", "cost_table_path", "load_cost_table", 
 logger = logging.getLogger(__name__)
 
 # Raise when the meaning of a stored number changes.
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,16 @@ class CostTable:
         requests (`tuple[int, ...]`): Ascending numbers of requests, the first axis.
         lengths (`tuple[int, ...]`): Ascending verify lengths that all of them had, from 1; the second axis.
         target_s (`np.ndarray` of shape `(len(requests), len(lengths))`): Seconds of a target step.
-        draft_s (`np.ndarray` of shape `(len(requests),)`): Seconds of a draft.
+        draft_s (`np.ndarray` of shape `(len(requests),)`): Seconds of a draft of whole blocks.
+        cut_draft_s (`np.ndarray` of shape `(len(requests), len(lengths))`, *optional*):
+            Seconds of a draft of the rows that a verify length needs; None if blocks cannot be cut.
     """
 
     requests: tuple[int, ...]
     lengths: tuple[int, ...]
     target_s: np.ndarray
     draft_s: np.ndarray
+    cut_draft_s: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         ascending = all(list(axis) == sorted(set(axis)) for axis in (self.requests, self.lengths))
@@ -51,18 +54,24 @@ class CostTable:
                 "positive numbers, and lengths that begin with 1. Measure it again."
             )
         shape = (len(self.requests), len(self.lengths))
-        if self.target_s.shape != shape or self.draft_s.shape != shape[:1]:
+        tables = [self.target_s] if self.cut_draft_s is None else [self.target_s, self.cut_draft_s]
+        if any(table.shape != shape for table in tables) or self.draft_s.shape != shape[:1]:
             raise InvalidInputError(
-                f"A cost table has times of shapes {self.target_s.shape} and {self.draft_s.shape}; expected {shape} "
-                f"and {shape[:1]}. Measure it again."
+                f"A cost table has times of shapes {', '.join(str(table.shape) for table in tables)} and "
+                f"{self.draft_s.shape}; expected {shape} and {shape[:1]}. Measure it again."
             )
-        times = np.concatenate([self.target_s.ravel(), self.draft_s])
+        times = np.concatenate([*(table.ravel() for table in tables), self.draft_s])
         if not np.isfinite(times).all() or (times <= 0).any():
             raise InvalidInputError("A cost table holds times that are not positive numbers. Measure it again.")
 
     @classmethod
     def fit(
-        cls, requests: Sequence[int], lengths: Sequence[int], target_s: np.ndarray, draft_s: np.ndarray
+        cls,
+        requests: Sequence[int],
+        lengths: Sequence[int],
+        target_s: np.ndarray,
+        draft_s: np.ndarray,
+        cut_draft_s: np.ndarray | None = None,
     ) -> CostTable:
         """
         Makes measured times monotone, since no step becomes faster by more rows or more requests.
@@ -72,19 +81,28 @@ class CostTable:
             lengths (`Sequence[int]`): Verify lengths.
             target_s (`np.ndarray` of shape `(len(requests), len(lengths))`): Measured seconds of target steps.
             draft_s (`np.ndarray` of shape `(len(requests),)`): Measured seconds of drafts.
+            cut_draft_s (`np.ndarray` of shape `(len(requests), len(lengths))`, *optional*): Those of cut blocks.
         """
-        # Row means of ordered columns stay ordered, so the second pass does not undo the first.
-        by_length = np.array([_isotonic(row) for row in np.asarray(target_s, dtype=float)])
-        by_both = np.array([_isotonic(column) for column in by_length.T]).T
-        return cls(tuple(requests), tuple(lengths), by_both, _isotonic(np.asarray(draft_s, dtype=float)))
+        whole = _isotonic(np.asarray(draft_s, dtype=float))
+        # A cut block is never dearer than a whole one.
+        cut = None if cut_draft_s is None else np.minimum(_isotonic_both(cut_draft_s), whole[:, None])
+        return cls(tuple(requests), tuple(lengths), _isotonic_both(target_s), whole, cut)
 
     def covers(self, num_requests: int) -> bool:
         """Whether this many requests lie within the grid."""
         return num_requests <= self.requests[-1]
 
-    def draft_seconds(self, num_requests: int) -> float:
-        """Seconds of a draft for this many requests; beyond the grid the last slope goes on."""
-        return float(_interpolate(num_requests, self.requests, self.draft_s[:, None])[0])
+    def draft_seconds(self, num_requests: int, longest: int | None = None) -> float:
+        """
+        Seconds of a draft.
+
+        Args:
+            num_requests (`int`): Requests drafted for; beyond the grid the last slope goes on.
+            longest (`int`, *optional*): Largest verify length that is drafted; by default whole blocks are.
+        """
+        if longest is None or self.cut_draft_s is None:
+            return float(_interpolate(num_requests, self.requests, self.draft_s[:, None])[0])
+        return float(np.interp(longest, self.lengths, _interpolate(num_requests, self.requests, self.cut_draft_s)))
 
     def target_seconds(self, num_requests: int, mean_length: np.ndarray | float) -> np.ndarray:
         """
@@ -112,6 +130,13 @@ def _interpolate(value: int, grid: Sequence[int], rows: np.ndarray) -> np.ndarra
     upper = min(int(np.searchsorted(grid, value)), len(grid) - 1)
     share = (value - grid[upper - 1]) / (grid[upper] - grid[upper - 1])
     return rows[upper - 1] + share * (rows[upper] - rows[upper - 1])
+
+
+def _isotonic_both(values: np.ndarray) -> np.ndarray:
+    """Neither a row nor a column falls."""
+    # Row means of ordered columns stay ordered, so the second pass does not undo the first.
+    by_row = np.array([_isotonic(row) for row in np.asarray(values, dtype=float)])
+    return np.array([_isotonic(column) for column in by_row.T]).T
 
 
 def _isotonic(values: np.ndarray) -> np.ndarray:
@@ -194,6 +219,7 @@ def load_cost_table(path: Path, fingerprint: Mapping[str, str]) -> CostTable | N
             tuple(int(number) for number in content["lengths"]),
             np.asarray(content["target_s"], dtype=float),
             np.asarray(content["draft_s"], dtype=float),
+            None if content["cut_draft_s"] is None else np.asarray(content["cut_draft_s"], dtype=float),
         )
     except FileNotFoundError:
         return None
@@ -219,6 +245,7 @@ def save_cost_table(path: Path, table: CostTable, fingerprint: Mapping[str, str]
         "lengths": list(table.lengths),
         "target_s": table.target_s.tolist(),
         "draft_s": table.draft_s.tolist(),
+        "cut_draft_s": None if table.cut_draft_s is None else table.cut_draft_s.tolist(),
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -91,6 +91,7 @@ class EngineRoundBench:
         self._drafter = PackedDrafter(drafter, target)
         self._memory_limit_bytes = memory_limit_bytes
         self.longest_verify_length = self._drafter.longest_verify_length
+        self.can_cut_blocks = self._drafter.config.is_block_causal
         self._slots: list[tuple[int, int]] = []
         self._hidden_states: torch.Tensor | None = None
         self._layer_ids = self._drafter.config.target_layer_ids
@@ -138,12 +139,14 @@ class EngineRoundBench:
         for slot, length in zip(slots, lengths, strict=True):
             self._target.truncate(slot, length)
 
-    def run_draft(self, num_requests: int) -> None:
-        """Drafts whole blocks up to their hidden states, and waits for them."""
+    def run_draft(self, num_requests: int, longest: int | None = None) -> None:
+        """Drafts up to the hidden states, for verify lengths up to `longest` or whole blocks, and waits for them."""
         self._open(num_requests)
         slots = [drafter_slot for _, drafter_slot in self._slots[:num_requests]]
-        self._hidden_states = self._drafter.draft(slots, [self._token_id] * num_requests)
-        self._hidden_states[0, 0, 0].item()
+        hidden_states = self._drafter.draft(slots, [self._token_id] * num_requests, longest)
+        hidden_states[0, 0, 0].item()
+        if self._drafter.longest_in(hidden_states) == self.longest_verify_length:
+            self._hidden_states = hidden_states
 
     def close(self) -> None:
         """Frees the scratch state."""

@@ -234,18 +234,21 @@ class EngineRounds:
     ) -> None:
         assert self.drafter is not None and self.policy is not None
         requests = [decoding[index] for index in members]
+        hidden_states = self.drafter.draft(
+            [request.drafter_slot for request in requests],
+            [request.anchor_id for request in requests],
+            self.policy.longest_wanted(self._num_running),
+        )
+        drafted = self.drafter.longest_in(hidden_states)
         context = RoundContext(
-            longest=[longest[index] for index in members],
+            longest=[min(longest[index], drafted) for index in members],
             num_active=self._num_running,
             request_ids=[request.arrival for request in requests],
             num_generated=[len(request.tokens) for request in requests],
         )
-        hidden_states = self.drafter.draft(
-            [request.drafter_slot for request in requests], [request.anchor_id for request in requests]
-        )
         base, all_logits = self.drafter.base_drafter, None
         if self.policy.needs_draft_logits(base):
-            whole = [self.longest_verify_length] * len(requests)
+            whole = [drafted] * len(requests)
             all_logits = self.drafter.project(hidden_states, whole, keep_logits=True).logits
             assert all_logits is not None
             context.draft_logits = all_logits.view(len(requests), -1, all_logits.shape[-1])

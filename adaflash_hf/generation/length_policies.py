@@ -112,7 +112,8 @@ class LengthPolicy(ABC):
     A round goes like this:
 
         if policy.wants_draft(num_active):
-            hidden_states = ...                           # the drafter's forward
+            longest_wanted = policy.longest_wanted(num_active)
+            hidden_states = ...                           # the drafter's forward, of these rows if it can be cut
             context = RoundContext(longest, num_active, ...)
             if policy.needs_draft_logits(drafter):
                 context.draft_logits = ...                # all slots; the caller keeps them for its own use
@@ -152,8 +153,8 @@ class LengthPolicy(ABC):
 
         Args:
             drafter (`DFlashDrafterModel`): The unwrapped drafter.
-            hidden_states (`torch.Tensor` of shape `(num_drafted, block_size, hidden_size)`):
-                The drafter's final hidden states.
+            hidden_states (`torch.Tensor` of shape `(num_drafted, rows, hidden_size)`):
+                The drafter's final hidden states, of whole blocks unless `longest_wanted` had them cut.
             context (`RoundContext`): The round.
 
         Returns:
@@ -183,6 +184,19 @@ class LengthPolicy(ABC):
             num_active (`int`): As in [`RoundContext`].
         """
         return num_active
+
+    def longest_wanted(self, num_active: int) -> int | None:
+        """
+        The largest verify length that the policy could choose in the coming round, so that a drafter whose blocks can
+        be cut (`config.is_block_causal`) does not draft what nobody verifies; asked before it drafts, in an engine.
+
+        Args:
+            num_active (`int`): As in [`RoundContext`].
+
+        Returns:
+            `int` or `None`: Rows, the anchor included; None, the default, for the whole block.
+        """
+        return None
 
     def keeps_context(self, num_active: int) -> bool:
         """
@@ -253,6 +267,9 @@ class FixedLengthPolicy(LengthPolicy):
                 "for the whole block."
             )
         self.verify_length = verify_length
+
+    def longest_wanted(self, num_active: int) -> int | None:
+        return self.verify_length
 
     def verify_lengths(self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, longest: int) -> list[int]:
         length = longest if self.verify_length is None else min(self.verify_length, longest)

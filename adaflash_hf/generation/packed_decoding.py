@@ -210,9 +210,12 @@ class PackedDecoding(AdaFlashDecoding):
         if max(context.longest) <= 1 or not policy.wants_draft(count):
             return _Drafts([1] * count)
         with self.recorder.phase("draft"):
-            hidden_states = drafter.draft([sequence.drafter_slot for sequence in batch.alive], anchors)
+            slots = [sequence.drafter_slot for sequence in batch.alive]
+            hidden_states = drafter.draft(slots, anchors, policy.longest_wanted(count))
+            drafted = drafter.longest_in(hidden_states)
+            context.longest = [min(longest, drafted) for longest in context.longest]
             if policy.needs_draft_logits(drafter.base_drafter):
-                whole = drafter.project(hidden_states, [drafter.longest_verify_length] * count, keep_logits=True)
+                whole = drafter.project(hidden_states, [drafted] * count, keep_logits=True)
                 assert whole.logits is not None
                 context.draft_logits = whole.logits.view(count, -1, whole.logits.shape[-1])
             lengths = policy.choose(drafter.base_drafter, hidden_states, context)

@@ -141,19 +141,25 @@ class PackedDrafter(PackedModel):
     @torch.no_grad()
     def _absorb(self, slot: int) -> None:
         """Takes a slot's features into the cache. The block that goes along is a fraction of the rows."""
-        self._run_blocks([slot], torch.full((1,), self.config.mask_token_id, device=self.device))
+        anchor = torch.full((1,), self.config.mask_token_id, device=self.device)
+        self._run_blocks([slot], anchor, self._rows_for(1))
 
     @torch.no_grad()
-    def draft(self, slots: Sequence[int], anchor_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    def draft(
+        self, slots: Sequence[int], anchor_ids: Sequence[int] | torch.Tensor, longest: int | None = None
+    ) -> torch.Tensor:
         """Runs one block per slot.
 
         Args:
             slots (`Sequence[int]`): Different slots.
             anchor_ids (`Sequence[int]` or `torch.Tensor` of shape `(n,)`):
                 Last committed token of each; its position is `length(slot)`, so its features are not there yet.
+            longest (`int`, *optional*):
+                Largest verify length that will be wanted. Where no row of a block sees a later one, rows beyond it are
+                left out; otherwise blocks stay whole.
 
         Returns:
-            `torch.Tensor` of shape `(n, block_size, hidden_size)`: What length policies and [`project`] take.
+            `torch.Tensor` of shape `(n, rows, hidden_size)`: What length policies and [`project`] take.
         """
         anchors = torch.as_tensor(anchor_ids, device=self.device)
         if anchors.shape != (len(slots),):
@@ -166,19 +172,28 @@ class PackedDrafter(PackedModel):
                 break
             at_once -= self.num_pending(slot)
             self._absorb(slot)
-        return self._run_blocks(slots, anchors)
+        return self._run_blocks(slots, anchors, self._rows_for(longest))
 
-    def _run_blocks(self, slots: Sequence[int], anchors: torch.Tensor) -> torch.Tensor:
-        block_size = self.config.block_size
+    def longest_in(self, hidden_states: torch.Tensor) -> int:
+        """Largest verify length that drafted blocks have rows for."""
+        return hidden_states.shape[1] - self._first_draft_row + 1
+
+    def _rows_for(self, longest: int | None) -> int:
+        """Rows of a block that a verify length needs."""
+        if longest is None or not self.config.is_block_causal:
+            return self.config.block_size
+        return min(max(longest - 1 + self._first_draft_row, 1), self.config.block_size)
+
+    def _run_blocks(self, slots: Sequence[int], anchors: torch.Tensor, num_rows: int) -> torch.Tensor:
         new = [self.num_pending(slot) for slot in slots]
         cached = [self.cache.length(slot) for slot in slots]
         # All contexts come first, then all blocks.
         anchors_at = [first + count for first, count in zip(cached, new, strict=True)]
-        positions = flat_ranges(cached, new) + flat_ranges(anchors_at, [block_size] * len(slots))
+        positions = flat_ranges(cached, new) + flat_ranges(anchors_at, [num_rows] * len(slots))
         pieces = [piece for slot in slots for piece in self._pending[slot].pieces]
         context = torch.cat(pieces)[None] if pieces else None
-        blocks = self._embedder.blocks(anchors)  # (n, block_size, hidden_size)
-        with self._step(slots, [block_size] * len(slots), new, keep=False):
+        blocks = self._embedder.blocks(anchors, num_rows)  # (n, num_rows, hidden_size)
+        with self._step(slots, [num_rows] * len(slots), new, keep=False):
             hidden_states = self.model(
                 noise_embeds=blocks.view(1, -1, blocks.shape[-1]),
                 context_hidden_states=context,
@@ -196,14 +211,14 @@ class PackedDrafter(PackedModel):
         """Turns the rows that will be verified into tokens; the others cost nothing.
 
         Args:
-            hidden_states (`torch.Tensor` of shape `(n, block_size, hidden_size)`): From [`draft`].
+            hidden_states (`torch.Tensor` of shape `(n, rows, hidden_size)`): From [`draft`].
             verify_lengths (`Sequence[int]`): Per request, rows to verify, the anchor included: 1 means no drafts.
             keep_logits (`bool`): Return the logits too, for sampled drafts.
 
         Returns:
             `PackedDrafts`: Draft ids, packed.
         """
-        longest = self.longest_verify_length
+        longest = self.longest_in(hidden_states)
         if len(verify_lengths) != hidden_states.shape[0] or not all(1 <= n <= longest for n in verify_lengths):
             raise InvalidInputError(
                 f"`verify_lengths` is {list(verify_lengths)} for {hidden_states.shape[0]} blocks; pass one length for "
@@ -212,8 +227,8 @@ class PackedDrafter(PackedModel):
         counts = [length - 1 for length in verify_lengths]
         if not any(counts):
             return PackedDrafts(torch.zeros(0, dtype=torch.long, device=self.device), counts)
-        block_size, first = hidden_states.shape[1], self._first_draft_row
-        kept = flat_ranges([index * block_size + first for index in range(len(counts))], counts)
+        num_rows, first = hidden_states.shape[1], self._first_draft_row
+        kept = flat_ranges([index * num_rows + first for index in range(len(counts))], counts)
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         rows = rows.index_select(0, torch.tensor(kept, device=rows.device))
         if not keep_logits:

@@ -32,6 +32,7 @@ class PaddedRoundBench:
     """
 
     is_packed = False
+    can_cut_blocks = False
 
     def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel, max_requests: int):
         self.max_requests = max_requests
@@ -49,7 +50,7 @@ class PaddedRoundBench:
         """Projects the drafts of these lengths and verifies as many rows of every sequence as the longest has."""
         self._batch_of(len(verify_lengths)).verify(max(verify_lengths))
 
-    def run_draft(self, num_requests: int) -> None:
+    def run_draft(self, num_requests: int, longest: int | None = None) -> None:
         """Drafts whole blocks up to their hidden states, and waits for them."""
         self._batch_of(num_requests).draft()
 

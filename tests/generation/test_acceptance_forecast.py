@@ -137,3 +137,21 @@ def test_confidence_head_comes_first() -> None:
     wrong: Any = AcceptanceForecaster(5, 6, head)
     with pytest.raises(InvalidInputError, match="forecasts 3 slots, but the drafter drafts 5"):
         wrong.forecast(stand_in_drafter(), hidden)
+
+
+def test_what_a_head_says_of_a_cut_block_is_remembered_apart() -> None:
+    """The head expects five drafts of whole blocks, which are not accepted, and of cut ones, which are."""
+    forecaster = AcceptanceForecaster(7, 8)
+    for _ in range(60):
+        whole = forecaster.forecast(stand_in_drafter(), states([0.75] * 4))
+        forecaster.learn(whole, [8] * 4, [0] * 4)
+        cut = forecaster.forecast(stand_in_drafter(), states([0.75] * 4)[:, :3])
+        forecaster.learn(cut, [3] * 4, [2] * 4)
+    assert forecaster.can_forecast_cut
+    assert forecaster.survival(whole)[0, 0] < 0.1
+    survival = forecaster.survival(cut)[0]
+    assert survival.shape == (7,) and survival[1] > 0.9
+    # The third slot was only ever seen in whole blocks, and never reached there.
+    assert survival[2] == pytest.approx(
+        survival[1] * forecaster.forecast(stand_in_drafter(), states([0.75])).rates[0, 2], abs=0.1
+    )

@@ -130,6 +130,33 @@ def test_a_better_drafter_is_adopted_soon(num_active: int) -> None:
     assert better.speedup(first=20) > 1.35
 
 
+@pytest.mark.parametrize(("num_active", "gain"), [(8, 1.03), (32, 1.05)])
+def test_blocks_are_cut_to_what_pays(num_active: int, gain: float) -> None:
+    """No rows are drafted that nobody verifies, and yet what later slots are worth is seen."""
+    acceptance = (0.72, 0.48, 0.3, 0.17, 0.1, 0.06, 0.03)
+    runs = {}
+    for can_cut in (False, True):
+        _, run = on_measured_machine(num_active, acceptance=acceptance)
+        run.can_cut = can_cut
+        runs[can_cut] = run.run(cost_aware(table=MEASURED_CPU.table(can_cut=can_cut)), 400)
+    assert set(runs[False].longest) == {8}
+    cut = [longest for longest in runs[True].longest[40:] if longest < 8]
+    assert len(cut) > 0.9 * len(runs[True].longest[40:])
+    assert 8 in runs[True].longest[40:], "now and then a whole block"
+    assert runs[True].speedup(first=40) > gain * runs[False].speedup(first=40)
+
+
+def test_cut_blocks_grow_again_with_a_better_drafter() -> None:
+    policy = cost_aware(table=MEASURED_CPU.table(can_cut=True))
+    _, run = on_measured_machine(8, acceptance=(0.7, 0.3, 0.1, 0.05, 0.02, 0.01, 0.01))
+    run.can_cut = True
+    run.run(policy, 300)
+    _, better = on_measured_machine(8, seed=1, acceptance=(0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65))
+    better.can_cut = True
+    better.run(policy, 300)
+    assert sum(run.longest[-50:]) / 50 < 5 < sum(better.longest[-50:]) / 50
+
+
 def test_more_rows_where_they_are_cheap() -> None:
     """At one request a step costs the same for one row and sixteen; at 64 it costs by the row."""
     torch.manual_seed(0)
@@ -208,6 +235,7 @@ def test_what_was_learned_of_two_loops_is_kept_apart() -> None:
 
     class Bench:
         is_packed = True
+        can_cut_blocks = False
         max_requests = 8
         longest_verify_length = 8
 

@@ -13,12 +13,18 @@ from adaflash_hf.generation.cost_calibration import calibrate, calibrated_table,
 
 
 class ClockBench:
-    """Takes simulated time: 10 ms and 1 ms per row; a draft 2 ms per request; the first call of each 1 s more."""
+    """
+    Takes simulated time: 10 ms and 1 ms per row; a draft 2 ms per request, or 0.5 ms per row of cut blocks; the first
+    call of each 1 s more.
+    """
 
     is_packed = True
 
-    def __init__(self, max_requests: int = 4, longest: int = 5, memory_rows: int = 10**6) -> None:
+    def __init__(
+        self, max_requests: int = 4, longest: int = 5, memory_rows: int = 10**6, can_cut_blocks: bool = False
+    ) -> None:
         self.max_requests, self.longest_verify_length = max_requests, longest
+        self.can_cut_blocks = can_cut_blocks
         self.memory_rows = memory_rows
         self.now_s = 0.0
         self.seen: set[tuple[str, int, int]] = set()
@@ -38,8 +44,14 @@ class ClockBench:
             raise torch.OutOfMemoryError
         self._take(0.010 + 0.001 * sum(verify_lengths), "target", len(verify_lengths), verify_lengths[0])
 
-    def run_draft(self, num_requests: int) -> None:
-        self._take(0.002 * num_requests, "draft", num_requests, 0)
+    def run_draft(self, num_requests: int, longest: int | None = None) -> None:
+        assert longest is None or self.can_cut_blocks
+        self._take(
+            0.002 * num_requests if longest is None else 0.0005 * num_requests * longest,
+            "draft",
+            num_requests,
+            longest or 0,
+        )
 
     def close(self) -> None:
         self.is_closed = True
@@ -55,6 +67,18 @@ def test_costs_are_what_the_clock_says() -> None:
         for length in range(1, 6):
             assert table.target_seconds(requests, float(length)) == pytest.approx(0.010 + 0.001 * requests * length)
         assert table.draft_seconds(requests) == pytest.approx(0.002 * requests)
+    assert table.cut_draft_s is None
+
+
+def test_drafts_of_cut_blocks_are_timed_where_blocks_can_be_cut() -> None:
+    bench = ClockBench(max_requests=2, can_cut_blocks=True)
+    table = calibrate(bench, clock=lambda: bench.now_s)
+    for requests in (1, 2):
+        assert table.draft_seconds(requests) == pytest.approx(0.002 * requests)
+        # Five rows would be 2.5 ms for each; the whole block, which has as many, took 2.
+        for length, expected_s in ((2, 0.001), (3, 0.0015), (4, 0.002), (5, 0.002)):
+            assert table.draft_seconds(requests, length) == pytest.approx(expected_s * requests)
+        assert table.target_seconds(requests, 2.0) == pytest.approx(0.010 + 0.002 * requests)
 
 
 def test_slow_steps_are_not_measured_again_and_again() -> None:

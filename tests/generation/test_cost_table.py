@@ -44,6 +44,23 @@ def test_interpolation() -> None:
     assert flat.target_seconds(7, 3.0) == 1.0
 
 
+def test_drafts_of_cut_blocks(tmp_path: Path) -> None:
+    cut = np.array([[0.2, 0.3, 0.6], [0.4, 0.3, 0.6]])
+    table = CostTable.fit((1, 2), (1, 2, 4), np.ones((2, 3)), np.array([0.5, 0.6]), cut)
+    # The second row is made 0.35, 0.35, 0.6; nothing is dearer than the whole block.
+    assert table.draft_seconds(1, 2) == pytest.approx(0.3)
+    assert table.draft_seconds(1, 3) == pytest.approx(0.4)  # between 0.3 and 0.5
+    assert table.draft_seconds(1, 4) == table.draft_seconds(1) == pytest.approx(0.5)
+    assert table.draft_seconds(2, 2) == pytest.approx(0.35)
+    assert small_table().draft_seconds(1, 2) == small_table().draft_seconds(1)
+    save_cost_table(tmp_path / "costs.json", table, FINGERPRINT)
+    loaded = load_cost_table(tmp_path / "costs.json", FINGERPRINT)
+    assert loaded is not None and loaded.cut_draft_s is not None
+    np.testing.assert_array_equal(loaded.cut_draft_s, table.cut_draft_s)
+    with pytest.raises(InvalidInputError, match="shapes"):
+        CostTable((1, 2), (1, 2, 4), np.ones((2, 3)), np.ones(2), np.ones((2, 2)))
+
+
 def test_measurements_are_made_monotone() -> None:
     noisy = np.array([[1.0, 0.8, 2.0], [0.9, 3.0, 2.0]])
     table = CostTable.fit((1, 2), (1, 2, 4), noisy, np.array([0.4, 0.2]))
@@ -133,7 +150,7 @@ def test_file_round_trip(tmp_path: Path) -> None:
     [
         lambda text: text[:20],
         lambda text: "[]",
-        lambda text: text.replace('"format": 1', '"format": 0'),
+        lambda text: text.replace('"format": 2', '"format": 1'),
         lambda text: text.replace('"b"', '"another device"'),
         lambda text: json.dumps({**json.loads(text), "target_s": [[1, 2], [3]]}),
         lambda text: json.dumps({**json.loads(text), "draft_s": [-1, 1, 1]}),

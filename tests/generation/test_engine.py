@@ -30,6 +30,7 @@ from adaflash_hf import (
     RequestResult,
     UnsupportedGenerationError,
 )
+from adaflash_hf.generation.confidence_policy import ConfidencePolicy
 from adaflash_hf.generation.length_policies import FixedLengthPolicy, LengthPolicy, RoundContext, RoundOutcome
 
 
@@ -113,6 +114,29 @@ def test_lengths_of_every_kind_and_what_the_policy_is_told() -> None:
     rounds = [round_ for handle in handles for round_ in handle.result().rounds]
     assert len(rounds) == stats.rounds
     assert sum(length - 1 for length, _ in rounds) == stats.drafted_tokens
+
+
+@pytest.mark.parametrize("policy", [FixedLengthPolicy(3), "draft_logits"], ids=["fixed", "draft_logits"])
+def test_rows_that_nobody_wants_are_not_drafted(policy: Any) -> None:
+    """Where no row of a block sees a later one."""
+
+    class Confident(ConfidencePolicy):
+        def longest_wanted(self, num_active: int) -> int | None:
+            return 3
+
+    length_policy = Confident(threshold=1e-6) if policy == "draft_logits" else policy
+    drafter = tiny_drafter(engine_target(), target_layer_ids=[0, 1], num_hidden_layers=1, is_causal=True, block_size=6)
+    rows: list[int] = []
+    drafter.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(kwargs["noise_embeds"].shape[1]), with_kwargs=True
+    )
+    arrivals = random_arrivals(5, count=10, over_rounds=6, cancel_share=0)
+    engine = new_engine(drafter, max_concurrency=4, length_policy=length_policy)
+    handles = run_traffic(engine, arrivals)
+    assert_plain(handles, arrivals)
+    lengths = [length for handle in handles for length, _ in handle.result().rounds]
+    assert max(lengths) == 3
+    assert sum(rows) == 3 * sum(length > 1 for length in lengths)
 
 
 def test_draft_logits_for_policies_that_ask() -> None:

@@ -110,6 +110,27 @@ def test_a_block_leaves_no_trace() -> None:
     torch.testing.assert_close(packed.draft([slot], [7]), first, **TOLERANCE)
 
 
+@pytest.mark.parametrize("layout", ["anchor_then_masks", "anchor_first"])
+@pytest.mark.parametrize("is_causal", [True, None])
+def test_a_block_is_cut_where_no_row_sees_a_later_one(is_causal: bool | None, layout: str) -> None:
+    drafter = tiny_drafter(shared_target(), is_causal=is_causal, block_layout=layout)
+    packed = PackedDrafter(drafter, shared_target())
+    slots = [packed.allocate(), packed.allocate()]
+    for slot, length in zip(slots, (7, 3), strict=True):
+        packed.extend(slot, features(length, slot))
+    whole = packed.draft(slots, [8, 9])
+    assert packed.longest_in(whole) == packed.longest_verify_length
+    for longest in range(2, packed.longest_verify_length + 1):
+        block = packed.draft(slots, [8, 9], longest)
+        assert packed.longest_in(block) == (longest if is_causal else packed.longest_verify_length)
+        torch.testing.assert_close(block, whole[:, : block.shape[1]], **TOLERANCE)
+        drafted, expected = (packed.project(states, [longest, 2]) for states in (block, whole))
+        assert drafted.token_ids.tolist() == expected.token_ids.tolist()
+    if is_causal:
+        with pytest.raises(InvalidInputError, match="from 1 to 3"):
+            packed.project(packed.draft(slots, [8, 9], 3), [4, 2])
+
+
 def test_features_are_dropped_once_drafted_from() -> None:
     packed = PackedDrafter(tiny_drafter(shared_target()), shared_target())
     slot = packed.allocate()
