@@ -126,7 +126,9 @@ def _attention_kernels() -> Check:
 
 def _prepacking() -> Check:
     if torch.backends.mkldnn.is_available():
-        return Check("prepacking", Outcome.GOOD, "oneDNN, for float32 on CPUs")
+        return Check(
+            "prepacking", Outcome.GOOD, "oneDNN, for float32 on CPUs, and for bfloat16 where they multiply it"
+        )
     hint = "drafting in float32 on this CPU may not pay; the torch wheels of x86 and ARM Linux have oneDNN"
     return Check("prepacking", Outcome.NOTE, "this torch has no oneDNN", hint)
 

@@ -16,6 +16,12 @@ __all__ = ["LaunchCommand", "launch_command", "sglang_command", "vllm_command"]
 
 PLAIN_ALGORITHM = "DFLASH"
 PLUGIN_ALGORITHM = "ADAFLASH"
+# Without it SGLang verifies whole blocks, whatever the length head says.
+LENGTH_HEAD_ENVIRONMENT = {"SGLANG_RAGGED_VERIFY_MODE": "compact"}
+LENGTH_HEAD_NOTE = (
+    "The verify mode compact needs an attention backend that knows verify lengths: fa3 on Hopper, fa4 or trtllm_mha on "
+    "Blackwell."
+)
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,13 @@ def launch_command(format_name: str, config: DFlashDrafterConfig, target: str, d
         target (`str`): Directory or Hub id of the target.
         drafter (`str`): Directory of the export.
     """
-    if format_name in ("sglang", "sglang-plugin"):
-        return sglang_command(config, target, drafter, with_plugin=format_name == "sglang-plugin")
+    if format_name == "sglang":
+        return sglang_command(config, target, drafter, with_plugin=False)
+    if format_name == "sglang-plugin":
+        command = sglang_command(config, target, drafter, with_plugin=True)
+        if config.length_head_config is None:
+            return command
+        return LaunchCommand(command.arguments, LENGTH_HEAD_ENVIRONMENT, [*command.notes, LENGTH_HEAD_NOTE])
     if format_name == "vllm":
         return vllm_command(config, target, drafter)
     if format_name == "speculators":

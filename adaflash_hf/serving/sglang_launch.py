@@ -229,6 +229,8 @@ def plan_launch(
     notes = [outlook.reason] if outlook.reason else []
     if options.max_running_requests is None:
         notes.append("SGLang runs at most 48 requests at a time when it speculates; see --max-running-requests.")
+    if with_plugin and options.verify_mode is None and config.length_head_config is not None:
+        notes.append("The length head stays off unless --verify-mode is compact.")
     if installation.version != TESTED_VERSION:
         notes.append(f"SGLang is {installation.version} there; tested is {TESTED_VERSION}.")
     program = installation.program

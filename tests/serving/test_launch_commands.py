@@ -33,6 +33,9 @@ def test_mixed_layers_need_the_new_runner() -> None:
 def test_by_format() -> None:
     config = tiny_drafter_config()
     assert launch_command("z-lab", config, "t", "d") is None
-    assert "ADAFLASH" in str(launch_command("sglang-plugin", config, "t", "d"))
+    assert str(launch_command("sglang-plugin", config, "t", "d")).startswith("sglang serve")  # there is no head
+    with_head = launch_command("sglang-plugin", tiny_drafter_config(length_head_config={}), "t", "d")
+    assert str(with_head).startswith("SGLANG_RAGGED_VERIFY_MODE=compact sglang serve") and "ADAFLASH" in str(with_head)
+    assert with_head is not None and any("fa3" in note for note in with_head.notes)
     assert "DFLASH" in str(launch_command("sglang", config, "t", "d"))
     assert str(launch_command("speculators", config, "t", "d")) == "vllm serve d --dtype bfloat16"

@@ -21,7 +21,7 @@ WITH_PLUGIN = SGLangInstallation("/env/bin/python", "0.5.23", ("adaflash", "othe
 def exports(tmp_path_factory) -> dict[str, Inspection]:
     """Inspections of one drafter, native and exported."""
     folder = tmp_path_factory.mktemp("exports")
-    drafter = tiny_drafter(tiny_target("llama"))
+    drafter = tiny_drafter(tiny_target("llama"), length_head_config={})
     drafter.config.target_model_name_or_path = "org/target"
     drafter.save_pretrained(folder / "native")
     for name in ("sglang", "sglang-plugin"):
@@ -103,6 +103,9 @@ def test_the_plugin_and_its_settings(exports):
     }
     assert "--enable-metrics" not in command.arguments
     assert str(command).startswith("SGLANG_RAGGED_VERIFY_MODE=compact ")
+    assert not any("length head" in note for note in command.notes)
+    unset = plan_launch(exports["sglang-plugin"], "local/target", WITH_PLUGIN, SGLangOptions())
+    assert "The length head stays off unless --verify-mode is compact." in unset.notes
 
 
 @pytest.mark.parametrize("given", ["--port", "--port=31000", "--speculative-num-draft-tokens", "--model-path"])
