@@ -19,8 +19,8 @@ PLUGIN_ALGORITHM = "ADAFLASH"
 # Without it SGLang verifies whole blocks, whatever the length head says.
 LENGTH_HEAD_ENVIRONMENT = {"SGLANG_RAGGED_VERIFY_MODE": "compact"}
 LENGTH_HEAD_NOTE = (
-    "The verify mode compact needs an attention backend that knows verify lengths: fa3 on Hopper, fa4 or trtllm_mha on "
-    "Blackwell."
+    "The verify mode compact needs an attention backend that knows verify lengths: fa3 on Hopper, fa4 or trtllm_mha "
+    "on Blackwell."
 )
 
 
