@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import DrafterCompatibilityError
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from .acceptance import greedy_tokens
-from .prepacking import PrepackedLinear
+from .prepacking import PrepackedLinear, version_of
 
 
 __all__ = ["DraftHead", "has_plain_rows", "select_head_rows"]
@@ -103,7 +103,7 @@ def select_head_rows(output_embeddings: nn.Linear, token_ids: torch.Tensor) -> n
 def _cut_head(output_embeddings: nn.Linear, token_ids: torch.Tensor) -> nn.Linear:
     """The rows of a draft vocabulary, cut once as long as head and vocabulary stay what they are."""
     weight = output_embeddings.weight
-    stamp = (type(output_embeddings), *(part for t in (weight, token_ids) for part in (t.data_ptr(), t._version)))
+    stamp = (type(output_embeddings), *(part for t in (weight, token_ids) for part in (t.data_ptr(), version_of(t))))
     kept = _CUTS.get(output_embeddings)
     if kept is not None and kept[0] == stamp:
         return kept[1]

@@ -57,6 +57,7 @@ __all__ = [
     "restore_linear_layers",
     "settle_prepacking",
     "unpacked_twin",
+    "version_of",
 ]
 
 # The full layout is chosen for this many rows; it serves any number of them.
@@ -131,14 +132,14 @@ class _Copy:
     def __init__(self, weight: torch.Tensor, multiply: Multiply | None):
         self.multiply = multiply
         # Held as well, so that no other weight comes to lie at its address.
-        self._weight, self._version = weight.detach(), _version_of(weight)
+        self._weight, self._version = weight.detach(), version_of(weight)
 
     def is_of(self, weight: torch.Tensor) -> bool:
         """Whether this is the weight, unchanged since."""
-        return weight.data_ptr() == self._weight.data_ptr() and _version_of(weight) == self._version
+        return weight.data_ptr() == self._weight.data_ptr() and version_of(weight) == self._version
 
 
-def _version_of(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     """Grows with each change in place, of which tensors made under inference mode keep no count."""
     return 0 if tensor.is_inference() else tensor._version
 

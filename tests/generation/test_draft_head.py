@@ -57,6 +57,16 @@ def test_generation_is_lossless(draft_proposal: str, do_sample: bool) -> None:
         assert torch.equal(drafted, generate(target, inputs, **options))
 
 
+def test_models_made_in_inference_mode() -> None:
+    """Their weights keep no count of changes."""
+    with torch.inference_mode():
+        target, drafter = tiny_target(), tiny_drafter()
+        drafter.set_draft_vocabulary(DRAFTED)
+        expected = generate(target, ragged_batch(), max_new_tokens=6)
+        assert torch.equal(generate(target, ragged_batch(), max_new_tokens=6, assistant_model=drafter), expected)
+    assert drafter.last_generation_stats.drafted_tokens > 0
+
+
 def test_only_listed_tokens_are_accepted() -> None:
     target, drafter = tiny_target(), tiny_drafter()
     inputs = ragged_batch()
