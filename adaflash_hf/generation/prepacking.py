@@ -173,6 +173,8 @@ class PrepackedLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() or input.dtype != self.weight.dtype or torch.compiler.is_compiling():
             return super().forward(input)
+        if torch.is_autocast_enabled(input.device.type):
+            return super().forward(input)  # the dtype of the result is autocast's to choose
         multiply = self._packed()
         if multiply is None or _suits_pytorch(input, multiply):
             return super().forward(input)

@@ -69,6 +69,16 @@ def test_follows_weight_updates(layers):
         assert layers(inputs).abs().max() == 0
 
 
+@pytest.mark.parametrize("rows", [1, 8, 300])
+def test_autocast_chooses_the_dtype(rows):
+    plain = nn.Linear(40, 24)
+    layer = copy.deepcopy(plain)
+    prepack_linear_layers(layer)
+    inputs = torch.randn(rows, 40)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(layer(inputs), plain(inputs), rtol=0, atol=0)
+
+
 def test_gradients_still_flow(layers):
     prepack_linear_layers(layers)
     layers(torch.randn(4, 40)).sum().backward()
