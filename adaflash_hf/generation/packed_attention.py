@@ -58,7 +58,8 @@ class AttentionSwitch:
     """
 
     def __init__(self, model: nn.Module):
-        configs = [module.config for module in model.modules() if hasattr(module, "layer_idx")]
+        # Some models number their decoder layers too, which have no configuration.
+        configs = [getattr(module, "config", None) for module in model.modules() if hasattr(module, "layer_idx")]
         # The configuration that layers read is also the one that masks are made by.
         unique = {id(config): config for config in configs if isinstance(config, PreTrainedConfig)}
         self._configs: Sequence[PreTrainedConfig] = list(unique.values())

@@ -15,6 +15,7 @@ from plain_comparison import (
     ragged_batch,
     shared_target,
 )
+from tiny_models import tiny_drafter
 from transformers import LogitsProcessorList, PreTrainedModel, TopKLogitsWarper
 
 from adaflash_hf.errors import UnsupportedGenerationError
@@ -110,6 +111,24 @@ def test_sampled_tokens_are_within_what_processors_allow(packed_rounds: list[int
     settings = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "top_k": 1, "length_policy": ByRow()}
     drafter = oracle_for(target, inputs, answer)
     assert torch.equal(generate(target, inputs, assistant_model=drafter, **settings), answer)
+    assert packed_rounds
+
+
+def test_autocast(packed_rounds: list[int]) -> None:
+    """Prompt and blocks take other ways through the linear layers and meet in one cache: their dtypes are the same."""
+    target, inputs = exact_target(), ragged_batch((150, 120))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        answer = generate(target, inputs, max_new_tokens=6, assistant_model=tiny_drafter(target))
+    assert answer.shape == (2, 156)
+    assert packed_rounds
+
+
+def test_layers_that_are_numbered_and_have_no_configuration(packed_rounds: list[int]) -> None:
+    """As the decoder layers of Hunyuan and AFMoE."""
+    target = exact_target()
+    for index, layer in enumerate(target.model.layers):
+        layer.layer_idx = index
+    assert_same_as_plain(target, ragged_batch(), max_new_tokens=NEW_TOKENS)
     assert packed_rounds
 
 
