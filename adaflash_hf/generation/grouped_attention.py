@@ -19,6 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .packed_attention import rename_attention
+
 
 __all__ = ["ATTENTION_NAME", "GroupedAttention"]
 
@@ -96,15 +98,12 @@ class GroupedAttention:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Forward passes in this context attend in groups."""
-        changed = [config for config in self._configs if config._attn_implementation == "sdpa"]
-        for config in changed:
-            config._attn_implementation = ATTENTION_NAME
+        changed = [config for config in self._configs if rename_attention(config, "sdpa", ATTENTION_NAME)]
         try:
             yield
         finally:
             for config in changed:
-                if config._attn_implementation == ATTENTION_NAME:
-                    config._attn_implementation = "sdpa"
+                rename_attention(config, ATTENTION_NAME, "sdpa")
 
 
 def _is_compiled(module: nn.Module) -> bool:

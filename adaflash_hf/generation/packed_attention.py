@@ -28,7 +28,7 @@ from .packed_storage import LayerBuffer
 from .visibility import Visibility
 
 
-__all__ = ["ATTENTION_NAME", "AttentionSwitch"]
+__all__ = ["ATTENTION_NAME", "AttentionSwitch", "rename_attention"]
 
 # Not "adaflash…": transformers takes every name with "flash" in it for flash attention.
 ATTENTION_NAME = "packed_requests"
@@ -95,6 +95,29 @@ def _switch_off(config: PreTrainedConfig) -> None:
             del _SWITCHED[id(config)]
             if config._attn_implementation == ATTENTION_NAME:
                 config._attn_implementation = switched.original
+
+
+def rename_attention(config: PreTrainedConfig, old: str, new: str) -> bool:
+    """
+    Names another attention in a configuration, also while a packed forward pass has put the name there aside.
+
+    Args:
+        config (`PreTrainedConfig`): The configuration.
+        old (`str`): The name to replace.
+        new (`str`): What to replace it with.
+
+    Returns:
+        `bool`: Whether `old` was there.
+    """
+    with _LOCK:
+        switched = _SWITCHED.get(id(config))
+        if (config._attn_implementation if switched is None else switched.original) != old:
+            return False
+        if switched is None:
+            config._attn_implementation = new
+        else:
+            switched.original = new
+        return True
 
 
 def _original_name(config: PreTrainedConfig) -> str:

@@ -12,8 +12,11 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 from transformers.integrations import sdpa_attention
 
-from adaflash_hf.generation import grouped_attention
+from adaflash_hf.generation import grouped_attention, packed_attention
 from adaflash_hf.generation.grouped_attention import ATTENTION_NAME, GroupedAttention, grouped_attention_forward
+from adaflash_hf.generation.packed_attention import AttentionSwitch
+from adaflash_hf.generation.packed_cache import PackedCache
+from adaflash_hf.generation.visibility import Visibility
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -63,6 +66,25 @@ def test_restored_after_an_error() -> None:
     with pytest.raises(RuntimeError), GroupedAttention(target).active():
         assert target.config._attn_implementation == ATTENTION_NAME
         raise RuntimeError
+    assert target.config._attn_implementation == "sdpa"
+
+
+def test_nothing_is_left_behind_beside_packed_passes() -> None:
+    """An engine's round may begin while `generate()` is in a forward pass, and end after it."""
+    target = tiny_target("llama", num_attention_heads=4, num_key_value_heads=2)
+    step = PackedCache([Visibility()]).begin([], [])
+    grouped, packed = GroupedAttention(target).active(), AttentionSwitch(target).active(step)
+    grouped.__enter__()
+    packed.__enter__()
+    grouped.__exit__(None, None, None)
+    packed.__exit__(None, None, None)
+    assert target.config._attn_implementation == "sdpa"
+    packed, grouped = AttentionSwitch(target).active(step), GroupedAttention(target).active()
+    packed.__enter__()
+    with grouped:
+        assert target.config._attn_implementation == packed_attention.ATTENTION_NAME
+        packed.__exit__(None, None, None)
+        assert target.config._attn_implementation == ATTENTION_NAME
     assert target.config._attn_implementation == "sdpa"
 
 
