@@ -16,6 +16,7 @@ __all__ = [
     "AnchorsOption",
     "BatchSizeOption",
     "BlockSizeOption",
+    "CausalBlocksOption",
     "Clip",
     "ClipOption",
     "ClipThresholdOption",
@@ -208,6 +209,15 @@ BlockSizeOption = Annotated[
     int | None,
     typer.Option(
         "--block-size", min=2, help="Rows of a new drafter's block, anchor included.", rich_help_panel=_START
+    ),
+]
+CausalBlocksOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--causal-blocks/--no-causal-blocks",
+        help="Whether rows of a block see only those before them, so that blocks can be cut where many requests share "
+        "the machine; a drafter of --init learns it anew.  [default: as --init; a new one sees both ways]",
+        rich_help_panel=_START,
     ),
 ]
 LayerIdsOption = Annotated[

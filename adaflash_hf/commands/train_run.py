@@ -32,6 +32,8 @@ __all__ = ["TrainingRun"]
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 _CONFIDENCE_HEAD = "confidence-head"
+# Of the drafter, in the record of a run.
+_RECORDED_FIELDS = ("num_hidden_layers", "block_size", "is_causal")
 _WRITTEN_MODEL_TYPES = ("dflash_drafter", "adaflash_confidence_head")
 _EVALUATIONS = 20
 _KEPT_CHECKPOINTS = 2
@@ -46,6 +48,7 @@ class TrainingRun:
     Attributes:
         lora: An adapter to train in place of all weights.
         shape: Given fields of a new drafter, by option name.
+        causal_blocks: Whether rows of a block see only those before them, if that was given.
         given: Given settings that have defaults in `recipes.py`.
         droppable: Those of them that a configuration file gave, which may turn out to have no effect.
         options: All options by name, for the configuration written beside the drafter.
@@ -62,6 +65,7 @@ class TrainingRun:
     only: str | None
     lora: LoraOptions | None
     shape: dict[str, Any]
+    causal_blocks: bool | None
     length_head: str | None
     given: dict[str, Any]
     droppable: list[str]
@@ -176,9 +180,10 @@ class TrainingRun:
                 f"`--init` is {self.init!r}, whose sizes are settled, but `{next(iter(self.shape))}` was given; leave "
                 "it out, or train --from-scratch."
             )
+        changed = {} if self.causal_blocks is None else {"is_causal": self.causal_blocks}
         # Weights are trained in float32, whatever they were saved in.
         with loading_checkpoint(self.init, "--init"):
-            drafter = DFlashDrafterModel.from_pretrained(self.init, dtype=torch.float32)
+            drafter = DFlashDrafterModel.from_pretrained(self.init, dtype=torch.float32, **changed)
         trains_length_head = self.only not in ("drafter", _CONFIDENCE_HEAD)
         if drafter.length_head is None and self.length_head is not None and trains_length_head:
             if self.lora is not None:
@@ -203,6 +208,8 @@ class TrainingRun:
         self.decisions = decide_shape(defaults, self.shape, self.preset)
         decided = {CONFIG_FIELDS.get(name, name): value for name, value, _ in self.decisions}
         fields = {**(self.preset.fields if self.preset is not None else {}), **decided}
+        if self.causal_blocks is not None:
+            fields["is_causal"] = self.causal_blocks
         config = initialization.drafter_config_for_target(target_model, length_head=self.length_head, **fields)
         drafter = DFlashDrafterModel(config)
         copied = initialization.initialize_from_target(drafter, target_model)
@@ -367,7 +374,7 @@ class TrainingRun:
             "max_tokens": self.max_tokens,
             "teacher": self.teacher,
             "seed": self.seed,
-            "drafter": {name: getattr(drafter.config, name) for name in ("num_hidden_layers", "block_size")},
+            "drafter": {name: getattr(drafter.config, name) for name in _RECORDED_FIELDS},
             **{decision.name: decision.value for decision in self.decisions},
         }
         settings = json.loads(json.dumps(settings))

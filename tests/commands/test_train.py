@@ -66,6 +66,18 @@ def test_from_scratch_then_on_then_the_head_alone(directory, tmp_path, capsys):
     assert str(tmp_path) not in card
 
 
+def test_blocks_of_a_new_or_old_drafter_become_causal(directory, tmp_path, capsys):
+    one, two, three = tmp_path / "one", tmp_path / "two", tmp_path / "three"
+    assert run(directory, one, "--steps", 2) == 0
+    assert run(directory, two, "--steps", 2, "--init", one, "--causal-blocks") == 0
+    assert run(directory, three, "--steps", 2, "--causal-blocks") == 0
+    configs = [DFlashDrafterModel.from_pretrained(path).config for path in (one, two, three)]
+    assert [config.is_block_causal for config in configs] == [False, True, True]
+    assert json.loads((two / "run.json").read_text())["settings"]["drafter"]["is_causal"] is True
+    assert run(directory, tmp_path / "four", "--steps", 2, "--init", two) == 0
+    assert DFlashDrafterModel.from_pretrained(tmp_path / "four").config.is_block_causal
+
+
 def test_a_draft_vocabulary_stays_with_the_drafter(directory, tmp_path, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
     assert run(directory, first, "--vocabulary-size", 60, "--draft-vocabulary", "--length-head", "none") == 0
