@@ -21,6 +21,8 @@ __all__ = ["PackedModel", "cache_bytes_per_layer"]
 
 def cache_bytes_per_layer(config: PreTrainedConfig, itemsize: int) -> int:
     """Bytes that one token takes in the cache of one layer of usual design: an estimate before the first forward."""
+    if getattr(config, "is_heterogeneous", False):
+        return max(cache_bytes_per_layer(layer, itemsize) for layer in config.per_layer_config)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * heads * head_dim * itemsize

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 from tiny_models import tiny_target
 
 from adaflash_hf.generation.packed_model import cache_bytes_per_layer
@@ -23,3 +26,9 @@ def test_estimate_without_a_head_size() -> None:
     config = tiny_target("llama").config
     config.head_dim = None
     assert cache_bytes_per_layer(config, 2) == 2 * 2 * 8 * 2
+
+
+def test_estimate_where_layers_have_different_sizes() -> None:
+    layers = [SimpleNamespace(num_key_value_heads=2, head_dim=8), SimpleNamespace(num_key_value_heads=4, head_dim=16)]
+    config: Any = SimpleNamespace(is_heterogeneous=True, per_layer_config=layers)
+    assert cache_bytes_per_layer(config, 2) == 2 * 4 * 16 * 2
