@@ -152,7 +152,7 @@ class AsyncEngine:
     async def submit(
         self, input_ids: Sequence[int] | torch.Tensor, *args: Any, wait_for_queue: bool = False, **kwargs: Any
     ) -> RequestHandle:
-        """As `AdaFlashEngine.submit`.
+        """As `AdaFlashEngine.submit`. Cancelling the awaiting task cancels the request.
 
         Args:
             input_ids (`Sequence[int]` or `torch.Tensor`): One prompt.
@@ -160,9 +160,25 @@ class AsyncEngine:
             wait_for_queue (`bool`, defaults to `False`): Wait while the queue is full, rather than raise.
             kwargs (`dict`): Passed on.
         """
+        handles: list[RequestHandle] = []
+        is_abandoned = threading.Event()
+
+        def submit() -> RequestHandle:
+            handle = self.engine.submit(input_ids, *args, **kwargs)
+            handles.append(handle)
+            if is_abandoned.is_set():
+                handle.cancel()
+            return handle
+
         while True:
             try:
-                return await asyncio.to_thread(self.engine.submit, input_ids, *args, **kwargs)
+                return await asyncio.to_thread(submit)
+            except asyncio.CancelledError:
+                # The worker thread goes on, or is through already: nobody will ever see the handle.
+                is_abandoned.set()
+                for handle in handles:
+                    handle.cancel()
+                raise
             except EngineQueueFullError:
                 if not wait_for_queue:
                     raise

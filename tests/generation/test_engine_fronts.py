@@ -267,6 +267,33 @@ def test_leaving_a_stream_or_a_task_cancels_the_request() -> None:
     assert engine.statistics().finished_requests == {"cancelled": 2}
 
 
+@pytest.mark.parametrize("is_through", [False, True])
+def test_a_task_cancelled_while_it_submits_cancels_the_request(is_through: bool) -> None:
+    """The worker thread that submits is not stopped by it, and nobody would hold the handle."""
+    engine = slow_engine()
+    submit, entered, may_go_on = engine.submit, threading.Event(), threading.Event()
+
+    def slow_submit(*args: Any, **kwargs: Any) -> Any:
+        handle = submit(*args, **kwargs) if is_through else None
+        entered.set()
+        assert may_go_on.wait(TIMEOUT)
+        return handle or submit(*args, **kwargs)
+
+    async def main() -> None:
+        async with AsyncEngine(engine) as front:
+            task = asyncio.create_task(front.generate([6] * 3, max_new_tokens=500))
+            await asyncio.to_thread(entered.wait, TIMEOUT)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            may_go_on.set()
+            while engine.statistics().finished_requests != {"cancelled": 1}:
+                await asyncio.sleep(0.01)
+
+    engine.submit = slow_submit  # type: ignore[method-assign]
+    run(main())
+
+
 def test_backpressure() -> None:
     async def main() -> None:
         async with AsyncEngine(engine) as front:
