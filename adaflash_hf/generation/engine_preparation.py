@@ -20,6 +20,7 @@ from .compatibility import unwrap_model
 from .drafted_generate import DRAFT_PROPOSALS
 from .engine_requests import PreparedRequest
 from .generation_options import take_stop_strings
+from .packed_decoding import KNOWN_INPUTS
 from .request_checks import check_request, rotary_limit
 from .stopping import StopRules
 from .token_choice import is_prefix_free
@@ -35,6 +36,7 @@ REFUSED_ARGUMENTS = {
     "inputs_embeds": "pass token ids",
     "cache": "the engine keeps the caches of all requests",
     "past_key_values": "the engine keeps the caches of all requests",
+    "position_ids": "the tokens of a request stand at 0, 1, 2 and so on",
     "custom_generate": "the engine is the way of decoding",
     "synced_gpus": "every process runs an engine of its own",
     "token_healing": "heal the prompt first: `target.heal_tokens(input_ids, tokenizer)`",
@@ -91,7 +93,7 @@ class RequestPreparation:
             UnsupportedGenerationError: If an option cannot be honoured.
         """
         ids = self._check_prompt(input_ids)
-        kwargs.pop("attention_mask", None)  # of one unpadded prompt it says nothing
+        _check_mask(kwargs.pop("attention_mask", None))
         self._refuse_arguments(generation_config, kwargs)
         generation_config, criteria = self._take_stop_strings(generation_config, kwargs)
         config, processors, criteria = self._ask_transformers(ids, generation_config, criteria, kwargs)
@@ -196,6 +198,7 @@ class RequestPreparation:
                     f"`num_return_sequences` is {len(input_ids)}, but a request has one answer. Submit the prompt "
                     "several times, with different seeds."
                 )
+            _check_inputs({name: value for name, value in model_kwargs.items() if name in kwargs})
             prepared.extend((generation_config, logits_processor, stopping_criteria))
             return input_ids
 
@@ -222,6 +225,27 @@ class RequestPreparation:
             )
         if rules.max_length is None:
             rules.max_length = self.max_context_tokens
+
+
+def _check_mask(mask: Any) -> None:
+    """Of one unpadded prompt a mask says nothing; one that says something must not be passed over."""
+    if mask is not None and not bool(torch.as_tensor(mask).all()):
+        raise InvalidInputError(
+            "`attention_mask` hides some of the prompt, but a request is a prompt without padding. Pass the tokens "
+            "that count: `input_ids[attention_mask.bool()]`."
+        )
+
+
+def _check_inputs(given: dict[str, Any]) -> None:
+    """Refuses inputs of the target that packed rows would pass over, such as images."""
+    for name, value in given.items():
+        # Tokenizers of some models give zeros for text.
+        is_text = name.endswith("token_type_ids") and isinstance(value, torch.Tensor) and not bool(value.any())
+        if value is not None and name not in KNOWN_INPUTS and not is_text:
+            raise UnsupportedGenerationError(
+                f"`{name}` has no place in `submit`: a request is token ids alone. Call `target.generate()` for this "
+                "prompt."
+            )
 
 
 def _checked_seed(seed: int | None) -> int:

@@ -290,6 +290,8 @@ def test_first_come_first_served() -> None:
         ([5], {"prompt_lookup_num_tokens": 3}, UnsupportedGenerationError, r"Leave it out, or call `target.generate"),
         ([5], {"num_return_sequences": 2, "do_sample": True}, UnsupportedGenerationError, "different seeds"),
         ([5], {"output_scores": True}, UnsupportedGenerationError, "tokens only"),
+        ([0, 5], {"attention_mask": [0, 1]}, InvalidInputError, r"hides some .* `input_ids\[attention_mask"),
+        ([5], {"position_ids": torch.tensor([[7]])}, UnsupportedGenerationError, "stand at 0, 1, 2"),
         ([5], {"streamer": object()}, UnsupportedGenerationError, "iterate"),
         ([5], {"do_sample": True, "seed": -1}, InvalidInputError, "seed"),
         ([5], {"stop_strings": "x"}, InvalidInputError, "tokenizer"),
