@@ -90,6 +90,7 @@ def check_request(
             f"{type(model).__name__} (`model_type` {text_config.model_type!r}) has recurrent layers that are not "
             f"known to verify a block of tokens as they verify single ones; {without_drafter}."
         )
+    _check_adapters(model, input_ids.shape[0], without_drafter)
     _check_rotary_embedding(text_config, config.max_length, without_drafter)
     _check_mask_length(config, model_kwargs, input_ids, cache)
     _check_padding(model_kwargs.get("attention_mask"))
@@ -106,6 +107,25 @@ def check_request(
         )
     if synced_gpus:
         _check_lockstep(model, cache, logits_processor)
+
+
+def _check_adapters(model: PreTrainedModel, batch_size: int, without_drafter: str) -> None:
+    """Of PEFT's adapters, those that count tokens or rows by themselves."""
+    # While it generates, PEFT puts a method of its own here, and hooks that name the adapter of each row.
+    wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    peft_config = getattr(wrapper, "active_peft_config", None)
+    is_prefix = getattr(peft_config, "peft_type", None) == "PREFIX_TUNING"
+    if getattr(peft_config, "is_prompt_learning", False) and not (is_prefix and batch_size == 1):
+        raise UnsupportedGenerationError(
+            f"The target's PEFT adapter is a {type(peft_config).__name__}, which puts tokens of its own in front of "
+            f"{'each sequence of a batch' if is_prefix else 'the prompt'}; {without_drafter}."
+        )
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    if batch_size > 1 and any("adapter_names" in (getattr(hook, "keywords", None) or ()) for hook in hooks):
+        raise UnsupportedGenerationError(
+            f"`adapter_names` was given for a batch of {batch_size}, but rows do not keep their places in the forward "
+            f"passes of a drafter. Generate one prompt at a time, or {without_drafter}."
+        )
 
 
 def _check_lockstep(model: PreTrainedModel, cache: Cache, logits_processor: LogitsProcessorList) -> None:

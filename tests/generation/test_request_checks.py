@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from plain_comparison import (
     CACHE_NAME,
     assert_same_as_plain,
@@ -153,6 +154,20 @@ def test_attentions_of_a_batch() -> None:
 
 def test_processor_with_the_state_of_a_batch() -> None:
     assert_refused(exact_target(), UnsupportedGenerationError, "batch of 4", ragged_batch(), guidance_scale=1.5)
+
+
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_adapters_that_add_tokens(kind: Any) -> None:
+    target = get_peft_model(exact_target(), kind(task_type="CAUSAL_LM", num_virtual_tokens=2)).eval()
+    message = f"{kind.__name__}, which puts tokens of its own .* generate without `assistant_model`"
+    assert_refused(target, UnsupportedGenerationError, message, ragged_batch())
+
+
+def test_one_adapter_per_row() -> None:
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    target = get_peft_model(exact_target(), config, adapter_name="own").eval()
+    names = {"adapter_names": ["own", "__base__"]}
+    assert_refused(target, UnsupportedGenerationError, "`adapter_names` was given", ragged_batch((4, 6)), **names)
 
 
 def test_quantised_cache() -> None:
