@@ -27,7 +27,7 @@ class BlockEmbedder:
         self._device, self._dtype = drafter.device, drafter.dtype
         self._scale = drafter.config.input_embedding_scale
         self._embeddings: Any = input_embeddings
-        masks = torch.full((1, drafter.config.block_size - 1), drafter.config.mask_token_id)
+        masks = torch.full((1, drafter.config.block_size - 1), drafter.config.mask_token_id, device="cpu")
         self._masks = self._embed(masks)
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:

@@ -114,7 +114,7 @@ class RequestPreparation:
 
     def _check_prompt(self, input_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
         try:
-            ids = torch.as_tensor(input_ids)
+            ids = _tensor_of(input_ids)
         except (TypeError, ValueError, RuntimeError, KeyError) as error:
             raise InvalidInputError(
                 f"`input_ids` is a {type(input_ids).__name__} that is no list or tensor of token ids. Tokenize first "
@@ -227,9 +227,14 @@ class RequestPreparation:
             rules.max_length = self.max_context_tokens
 
 
+def _tensor_of(numbers: Any) -> torch.Tensor:
+    """A list becomes a tensor on the host, whatever device the user made torch's default."""
+    return numbers if isinstance(numbers, torch.Tensor) else torch.as_tensor(numbers, device="cpu")
+
+
 def _check_mask(mask: Any) -> None:
     """Of one unpadded prompt a mask says nothing; one that says something must not be passed over."""
-    if mask is not None and not bool(torch.as_tensor(mask).all()):
+    if mask is not None and not bool(_tensor_of(mask).all()):
         raise InvalidInputError(
             "`attention_mask` hides some of the prompt, but a request is a prompt without padding. Pass the tokens "
             "that count: `input_ids[attention_mask.bool()]`."
@@ -250,7 +255,7 @@ def _check_inputs(given: dict[str, Any]) -> None:
 
 def _checked_seed(seed: int | None) -> int:
     if seed is None:
-        return int(torch.randint(2**63 - 1, ()))
+        return int(torch.randint(2**63 - 1, (), device="cpu"))
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
         raise InvalidInputError(f"`seed` is {seed!r}, expected an integer from 0 to 2**64 - 1.")
     return seed

@@ -50,9 +50,9 @@ class RequestNoise:
     DRAFT, ACCEPTANCE, CHOICE = range(3)
 
     def __init__(self, seed: int):
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator("cpu").manual_seed(seed)
         self._first = 0
-        self._numbers = torch.empty(0, 3, dtype=torch.float64)
+        self._numbers = torch.empty(0, 3, dtype=torch.float64, device="cpu")
 
     def take(self, first: int, count: int) -> torch.Tensor:
         """Numbers in [0, 1) for tokens `first` to `first + count - 1`; earlier ones are forgotten.
@@ -61,7 +61,7 @@ class RequestNoise:
             `torch.Tensor` of shape `(count, 3)`: On the CPU, for the draft, its acceptance and the choice.
         """
         while self._first + len(self._numbers) < first + count:
-            block = torch.rand(self.BLOCK, 3, dtype=torch.float64, generator=self._generator)
+            block = torch.rand(self.BLOCK, 3, dtype=torch.float64, generator=self._generator, device="cpu")
             self._numbers = torch.cat([self._numbers, block])
         self._numbers = self._numbers[first - self._first :]
         self._first = first

@@ -224,8 +224,8 @@ class PackedDecoding(AdaFlashDecoding):
     def _verify_packed(self, batch: _PackedBatch, anchors: torch.Tensor, drafts: _Drafts) -> PackedOutputs:
         """Packs anchors and drafts. Drafts are put in on the device: the host has not seen them yet."""
         ids = torch.empty(sum(drafts.lengths), dtype=torch.long, device=batch.target.device)
-        lengths = torch.tensor(drafts.lengths)
-        is_draft = torch.ones(len(ids), dtype=torch.bool)
+        lengths = torch.tensor(drafts.lengths, device="cpu")
+        is_draft = torch.ones(len(ids), dtype=torch.bool, device="cpu")
         is_draft[lengths.cumsum(0) - lengths] = False
         is_draft = is_draft.to(ids.device)
         ids[~is_draft] = anchors.to(ids.device)

@@ -142,7 +142,7 @@ class StepStreamer:
         rows = list(zip(self._waiting, self._is_finished, strict=True))
         while any(tokens for tokens, _ in rows) and all(tokens or finished for tokens, finished in rows):
             step = [tokens.pop(0) if tokens else self._pad_token_id for tokens, _ in rows]
-            self._streamer.put(torch.tensor(step))
+            self._streamer.put(torch.tensor(step, device="cpu"))
 
     def end(self) -> None:
         """Tells the streamer that generation is over."""

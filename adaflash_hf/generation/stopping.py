@@ -83,7 +83,7 @@ class StopRules:
         """Has transformers say once, as in plain decoding, that a sequence grows longer than the model is made for."""
         longest = None if self._limit is None else self._limit.max_position_embeddings
         if self._limit is not None and longest is not None and longest < after:
-            self._limit(torch.empty(1, max(before, longest) + 1), None)
+            self._limit(torch.empty(1, max(before, longest) + 1, device="cpu"), None)
             self._limit = None
 
     def _ask(self, row: int, prefixes: torch.Tensor, scores: tuple[torch.Tensor, ...] | None) -> bool:

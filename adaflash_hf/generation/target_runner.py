@@ -305,7 +305,7 @@ class TargetRunner:
         """
         if any(not isinstance(layer, DynamicLayer) for layer in self.cache.layers):
             return False
-        index = torch.tensor(rows)
+        index = torch.tensor(rows, device="cpu")
         batch_size = len(self._cached)
         self._cached = [self._cached[row] for row in rows]
         select_cache_rows(self.cache, index)

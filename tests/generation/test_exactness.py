@@ -23,6 +23,8 @@ from plain_comparison import (
 from tiny_models import MAMBA2_ARCHITECTURES, tiny_drafter
 from transformers import AutoModelForCausalLM
 
+from adaflash_hf import AdaFlashEngine
+
 
 ARCHITECTURES = (
     "llama",
@@ -249,3 +251,20 @@ def test_bfloat16_differs_only_at_near_ties() -> None:
             assert best - second <= abs(best) * 2**-5, (seed, first, best, second)
         else:  # from where they part on, the oracle's answers are those of the other text
             assert drafter.last_generation_stats.acceptance_length > 1.5
+
+
+def test_the_default_device_is_the_users() -> None:
+    """What is meant for the host is made there, also under `torch.set_default_device`."""
+    target, one, several = shared_target(), prompt(), ragged_batch()
+    drafter = tiny_drafter(target)
+    expected = [generate(target, inputs, max_new_tokens=12).tolist() for inputs in (one, several)]
+    with torch.device("meta"):  # nothing can be read from there
+        assert generate(target, one, max_new_tokens=12, assistant_model=drafter).tolist() == expected[0]
+        assert generate(target, several, max_new_tokens=12, assistant_model=drafter).tolist() == expected[1]
+        generate(target, one, max_new_tokens=12, do_sample=True, assistant_model=drafter)
+        engine = AdaFlashEngine(target, drafter, length_policy="cost_aware", max_concurrency=2)
+        handles = [
+            engine.submit(one[0].tolist(), max_new_tokens=12, do_sample=samples, seed=seed)
+            for samples, seed in ((False, None), (True, 1))
+        ]
+        assert [handle.result().sequence_ids for handle in handles][0] == expected[0][0]
