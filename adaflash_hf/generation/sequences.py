@@ -116,7 +116,7 @@ class SequenceBatch:
         """Final ids of shape `(batch_size, longest)`, short rows padded on the right."""
         width = self.longest - self._prompt_length
         padded = [tokens + [self._pad_token_id] * (width - len(tokens)) for tokens in self._generated]
-        generated = torch.tensor(padded, dtype=self._prompt.dtype, device=self._prompt.device)
+        generated = torch.tensor(padded, dtype=torch.long, device=self._prompt.device)
         return torch.cat([self._prompt, generated], dim=1)
 
 

@@ -268,3 +268,10 @@ def test_the_default_device_is_the_users() -> None:
             for samples, seed in ((False, None), (True, 1))
         ]
         assert [handle.result().sequence_ids for handle in handles][0] == expected[0][0]
+
+
+def test_ids_have_the_dtype_of_plain_decoding() -> None:
+    target, ids = shared_target(), prompt().int()
+    expected = generate(target, ids, max_new_tokens=6)
+    actual = generate(target, ids, max_new_tokens=6, assistant_model=tiny_drafter(target))
+    assert actual.dtype == expected.dtype and actual.tolist() == expected.tolist()
