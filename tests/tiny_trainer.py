@@ -117,7 +117,8 @@ def train_as_rank(rank: int, port: int, directory: Path, output_dir: Path, runs:
 
     Leaves the drafter in `output_dir / name`, and weights and held-out metrics of this rank beside it.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the threads of the parent's pool do not exist in a fork
+    os.environ["OMP_NUM_THREADS"] = "1"  # else accelerate sets more
     os.environ.update(WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     # A process that waits for the other in vain says where, and ends.
