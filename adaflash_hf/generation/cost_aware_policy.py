@@ -220,8 +220,8 @@ class CostAwarePolicy(LengthPolicy):
 
     def _pays(self, outlook: _Outlook, num_active: int) -> bool:
         """Whether drafting promises enough more than plain decoding."""
-        assert self._recent is not None
-        evidence = min(len(self._recent.rates), 1 + _BLOCKS_PER_ROUND * self._num_timed)
+        recent = self._recent  # none if another thread's call has been told of a new drafter since
+        evidence = min(1 if recent is None else len(recent.rates), 1 + _BLOCKS_PER_ROUND * self._num_timed)
         gain = _LEAST_GAIN + _UNSURE_GAIN / evidence**0.5
         return outlook.tok_per_s > (1 + gain) * num_active / self._plain_seconds(num_active)
 
@@ -229,8 +229,10 @@ class CostAwarePolicy(LengthPolicy):
         """Seconds that a round with drafts for a few requests is expected to lose against plain decoding."""
 
         def loss() -> float:
-            assert self._recent is not None and self._forecaster is not None
-            survival = self._forecaster.survival(self._recent)
+            recent, forecaster = self._recent, self._forecaster
+            if recent is None or forecaster is None:
+                return 0.0  # as in `_pays`
+            survival = forecaster.survival(recent)
             num_drafted, drafts = min(num_active, _TRIAL_REQUESTS), min(_TRIAL_LENGTH - 1, survival.shape[1])
             seconds = self._draft_round_seconds(num_active, num_drafted, survival.shape[1], True)[num_drafted * drafts]
             accepted = num_drafted * float(survival[:, :drafts].sum(axis=1).mean())
@@ -306,13 +308,14 @@ class CostAwarePolicy(LengthPolicy):
 
     def _outlook(self, num_active: int) -> _Outlook | None:
         """What a round with drafts would bring on average, from forecasts of recent blocks; None with too few."""
-        if self._recent is None or len(self._recent.rates) < _LEAST_BLOCKS:
+        recent = self._recent
+        if recent is None or len(recent.rates) < _LEAST_BLOCKS:
             return None
-        return self._keep(("outlook", num_active), lambda: self._compute_outlook(num_active))
+        return self._keep(("outlook", num_active), lambda: self._compute_outlook(recent, num_active))
 
-    def _compute_outlook(self, num_active: int) -> _Outlook:
-        assert self._recent is not None and self._forecaster is not None
-        survival = self._forecaster.survival(self._recent)
+    def _compute_outlook(self, recent: Forecast, num_active: int) -> _Outlook:
+        assert self._forecaster is not None
+        survival = self._forecaster.survival(recent)
         draft_length = survival.shape[1]
         samples = min(_OUTLOOK_SAMPLES, max(len(survival) // num_active, 1))
         # The newest blocks, dealt out to rounds of this many requests, some more than once if there are too few.

@@ -19,7 +19,7 @@ from .appending_cache import append_in_place
 from .cache_rollback import check_cache_can_roll_back, has_linear_attention, working_cache, write_back
 from .candidate_generator import AdaFlashCandidateGenerator, DraftContext, Proposal
 from .compatibility import unwrap_model
-from .drafter_hooks import RequestLog
+from .drafter_hooks import RequestLog, hooks_of
 from .length_policies import LengthPolicy, RoundContext, RoundOutcome
 from .outputs import OutputCollector
 from .padded_bench import PaddedRoundBench
@@ -115,6 +115,7 @@ class AdaFlashDecoding:
         pad = 0 if self.config._pad_token_tensor is None else int(self.config._pad_token_tensor)
         self._sequences = SequenceBatch(input_ids, pad)
         self._steps = None if self._streamer is None else StepStreamer(self._streamer, batch_size, pad)
+        hooks_of(self.drafter).add_policy(self.length_policy)
         self._log = RequestLog.start(self.drafter, batch_size)
         returned_cache: Cache | None = cache
         if batch_size > 1 and has_linear_attention(cache):

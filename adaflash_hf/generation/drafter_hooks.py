@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,10 @@ from .compatibility import unwrap_model
 from .engine_requests import FinishReason, RequestResult, RequestStats
 from .sequences import SequenceBatch
 from .stopping import StopRules
+
+
+if TYPE_CHECKING:
+    from .length_policies import LengthPolicy
 
 
 __all__ = ["DrafterHooks", "RequestLog", "hooks_of", "traffic_domain"]
@@ -48,14 +52,35 @@ def traffic_domain(domain: str | None) -> Iterator[None]:
 class DrafterHooks:
     """
     Callbacks of `generate()` calls that use one drafter. A callback that fails is logged and changes nothing else.
-
-    Attributes:
-        drafter_version (`int`): Version of the weights, which requests carry; set by whoever exchanges them.
     """
 
     def __init__(self) -> None:
-        self.drafter_version = 0
+        self._drafter_version = 0
+        self._policies: list[weakref.ref[LengthPolicy]] = []
         self._round_callbacks, self._finish_callbacks = Callbacks("a drafter"), Callbacks("a drafter")
+
+    @property
+    def drafter_version(self) -> int:
+        """Version of the weights, which requests carry; to be set by whoever exchanges them."""
+        return self._drafter_version
+
+    @drafter_version.setter
+    def drafter_version(self, version: int) -> None:
+        if version != self._drafter_version:
+            for reference in self._policies:
+                if (policy := reference()) is not None:
+                    policy.drafter_changed()
+        self._drafter_version = version
+
+    def add_policy(self, policy: LengthPolicy) -> None:
+        """Has a length policy told of every other version of the drafter, as long as it lives.
+
+        Args:
+            policy (`LengthPolicy`): The policy of a call, which may serve later ones too.
+        """
+        known = [(reference, reference()) for reference in self._policies]
+        others = [reference for reference, other in known if other is not None and other is not policy]
+        self._policies = [*others, weakref.ref(policy)]
 
     def between_rounds(self, callback: Callable[[], Any]) -> Callable[[], None]:
         """Has `callback()` called before every round, while this thread uses no model.

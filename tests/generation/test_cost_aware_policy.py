@@ -157,6 +157,25 @@ def test_cut_blocks_grow_again_with_a_better_drafter() -> None:
     assert sum(run.longest[-50:]) / 50 < 5 < sum(better.longest[-50:]) / 50
 
 
+@pytest.mark.parametrize("step", ["outlook", "trial", "plain"])
+def test_a_better_drafter_may_come_at_any_moment(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's call of `generate()` may be the one that is told of it."""
+    policy, run = on_measured_machine(32)
+    run.run(policy, 60)
+    keep, came = policy._keep, []
+
+    def keep_meanwhile(key: tuple[object, ...], compute: Callable[[], object]) -> object:
+        if key[0] == step and not came:
+            came.append(step)
+            policy.drafter_changed()
+        return keep(key, compute)
+
+    monkeypatch.setattr(policy, "_keep", keep_meanwhile)
+    run.run(policy, 20)
+    assert came == [step]
+    assert any(run.drafted[-20:])
+
+
 def test_more_rows_where_they_are_cheap() -> None:
     """At one request a step costs the same for one row and sixteen; at 64 it costs by the row."""
     torch.manual_seed(0)

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import copy
+import gc
+from dataclasses import dataclass
 
 import pytest
 import torch
 from oracle_drafter import give_head_unit_rows, oracle_drafter
 from tiny_models import tiny_drafter, tiny_target
 
+from adaflash_hf.generation import cost_aware_policy
 from adaflash_hf.generation.drafter_hooks import hooks_of, traffic_domain
+from adaflash_hf.generation.length_policies import FixedLengthPolicy
 
 
 PROMPT = torch.tensor([[5, 9, 11, 20, 31]])
@@ -81,6 +85,44 @@ def test_a_failing_callback_changes_nothing(target):
     stop()
     target.generate(PROMPT, assistant_model=drafter, max_new_tokens=8, do_sample=False)
     assert len(results) == 1
+
+
+@dataclass
+class Told(FixedLengthPolicy):
+    """Equal to others of its kind, and not hashable."""
+
+    changes: int = 0
+    verify_length: int | None = None
+
+    def drafter_changed(self) -> None:
+        self.changes += 1
+
+
+def test_the_policies_of_calls_are_told_of_another_drafter(target, monkeypatch):
+    drafter, policies, shared = tiny_drafter(target), [Told(), Told()], Told()
+    hooks = hooks_of(drafter)
+    monkeypatch.setitem(cost_aware_policy._SHARED, drafter, shared)
+
+    def generate(policy):
+        options = {"length_policy": policy, "max_new_tokens": 4, "do_sample": False}
+        target.generate(PROMPT, assistant_model=drafter, **options)
+        target.generate(
+            PROMPT.repeat(2, 1), attention_mask=torch.ones(2, 5).long(), assistant_model=drafter, **options
+        )
+
+    for policy in (*policies, "cost_aware", "fixed"):
+        generate(policy)
+    for version in (0, 3, 3, 4):
+        hooks.drafter_version = version
+    assert [policy.changes for policy in (*policies, shared)] == [2, 2, 2]
+    gc.collect()
+    generate(policies[0])
+    assert len(hooks._policies) == 3
+    # Between two rounds of a call that uses it for the first time, too.
+    hooks.between_rounds(lambda: setattr(hooks, "drafter_version", 5))
+    late = Told()
+    target.generate(PROMPT, assistant_model=drafter, length_policy=late, max_new_tokens=4, do_sample=False)
+    assert late.changes == 1 and policies[0].changes == 3
 
 
 def test_prompts_that_are_not_known_are_not_reported(target):

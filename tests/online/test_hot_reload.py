@@ -15,6 +15,7 @@ from adaflash_hf.errors import InvalidInputError
 from adaflash_hf.generation.drafter_hooks import hooks_of
 from adaflash_hf.generation.engine import AdaFlashEngine
 from adaflash_hf.generation.engine_requests import RequestResult
+from adaflash_hf.generation.length_policies import FixedLengthPolicy
 from adaflash_hf.generation.prepacking import prepack_linear_layers
 from adaflash_hf.online import hot_reload
 from adaflash_hf.online.hot_reload import HotReloader
@@ -47,8 +48,8 @@ def plain(target, prompt=PROMPT, new_tokens=12):
     return target.generate(prompt, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
 
 
-def speculative(target, drafter, new_tokens=12):
-    return target.generate(PROMPT, assistant_model=drafter, max_new_tokens=new_tokens, do_sample=False)
+def speculative(target, drafter, new_tokens=12, **options):
+    return target.generate(PROMPT, assistant_model=drafter, max_new_tokens=new_tokens, do_sample=False, **options)
 
 
 def show_traffic(reloader, traffic):
@@ -76,7 +77,11 @@ def test_new_weights_arrive_between_two_rounds_in_the_old_memory(target, tmp_pat
     assert reloader.check()
     assert reloader.status.waiting_for == "the next round"
     assert reloader.version == 0
-    assert torch.equal(speculative(target, drafter), plain(target))
+    told = []
+    policy = FixedLengthPolicy()
+    policy.drafter_changed = lambda: told.append(same_state(state_of(drafter), state_of(newer)))
+    assert torch.equal(speculative(target, drafter, length_policy=policy), plain(target))
+    assert told == [True]
     assert reloader.version == hooks_of(drafter).drafter_version == 1
     assert same_state(state_of(drafter), state_of(newer))
     assert places == {name: tensor.data_ptr() for name, tensor in drafter.state_dict().items()}
