@@ -295,9 +295,10 @@ def _converted_directory(source: Path, report: ProgressCallback) -> Path:
 
 def _convert(source: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Read the GGUF file into an ordinary float32 model and its tokenizer."""
-    if importlib.util.find_spec("gguf") is None:
+    missing = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
+    if missing:
         raise MissingDependencyError(
-            f"`{EMBEDDED_TARGET_NAME}` needs the package gguf to read its weights, which is not installed; run: "
+            f"`{EMBEDDED_TARGET_NAME}` needs {' and '.join(missing)} to read its weights, not installed here; run: "
             + install_hint("demo")
         )
     with without_progress_bars():

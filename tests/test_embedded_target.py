@@ -116,7 +116,7 @@ def test_missing_weights_package_names_the_command(monkeypatch):
 
 def test_missing_gguf_package_names_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match="needs the package gguf"):
+    with pytest.raises(MissingDependencyError, match="needs accelerate and gguf"):
         embedded_target._convert(tmp_path / "weights.gguf")
 
 

@@ -124,7 +124,8 @@ def bench(
             settings.methods, target, drafter, extra, dtype.value, device, prepack, messages
         )
         report = _bench_models(models, tokenizer, environment, asked, settings, messages, writer)
-    Console().print(build_bench_table(report.rows))
+    console = Console()
+    console.print(build_bench_table(report.rows, console.width))
     if writer.failure is not None:
         raise writer.failure
     for file in [*writer.files, *(_plot(report, out) if plots else [])]:

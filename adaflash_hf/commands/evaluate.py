@@ -70,7 +70,7 @@ def list_experiments() -> None:
 
 
 def _duration(minutes: int) -> str:
-    return f"{minutes} min" if minutes < 120 else f"{minutes / 60:g} h"
+    return f"{minutes} min" if minutes < 120 else f"{round(minutes / 30) / 2:g} h"
 
 
 def _evaluate(experiment: Experiment, given: dict[str, Any]) -> None:

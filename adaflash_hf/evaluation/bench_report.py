@@ -29,6 +29,9 @@ _HEADER = (
     "memory MiB",
     "identical",
 )
+# What is read first, where the terminal has no room for all. Spreads are in the files.
+_NARROW_HEADER = ("method", "concurrency", "tok/s", "speedup", "tau", "identical")
+_FULL_WIDTH = 150
 _MEBIBYTE = 2**20
 
 
@@ -48,7 +51,7 @@ def report_sections(report: BenchReport) -> list[str]:
     if report.rows:
         sections.append(
             "Medians over repeats, with the least and the largest in brackets. Speedup is against `plain` in the same "
-            "repeat. tau: tokens committed per verification of a request. Verify length: rows per request and round, "
+            "repeat: the same loop without a drafter, on weights that are prepacked if the others' are. tau: tokens committed per verification of a request. Verify length: rows per request and round, "
             "the anchor included. A near-tie is a difference where the target's two best logits are as close as its "
             "dtype rounds."
         )
@@ -58,20 +61,27 @@ def report_sections(report: BenchReport) -> list[str]:
     return sections
 
 
-def build_bench_table(rows: Sequence[BenchRow]) -> Table:
+def build_bench_table(rows: Sequence[BenchRow], width: int = _FULL_WIDTH) -> Table:
     """
     One line per row, for the terminal.
 
     Args:
         rows (`Sequence[BenchRow]`):
             Results.
+        width (`int`, *optional*):
+            Columns of the terminal; a narrow one gets the most important figures alone.
     """
+    is_narrow = width < _FULL_WIDTH
+    titles = _NARROW_HEADER if is_narrow else _HEADER
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("workload", no_wrap=True)
-    for index, title in enumerate(_HEADER):
+    for index, title in enumerate(titles):
         table.add_column(title, justify="left" if index == 0 else "right", no_wrap=index == 0)
     for row in rows:
-        table.add_row(row.workload, *(_text(cell) for cell in _cells(row)))
+        texts = dict(zip(_HEADER, map(_text, _cells(row)), strict=True))
+        table.add_row(
+            row.workload, *(texts[title].partition(" [")[0] if is_narrow else texts[title] for title in titles)
+        )
     return table
 
 

@@ -56,6 +56,14 @@ def test_terminal_table() -> None:
     assert text.count("dflash") == 4 and "yes" in text and "1.80 [1.60, 2.00]" in text
 
 
+def test_terminal_table_of_a_narrow_terminal() -> None:
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))
+    console.print(build_bench_table([replace(row, identical=True) for row in rows()], console.width))
+    text = console.export_text()
+    assert "1.80" in text and "70.0" in text and "yes" in text
+    assert "…" not in text and "[" not in text and "memory" not in text
+
+
 def test_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = plot_report(rows(), tmp_path / "bench")
