@@ -51,9 +51,9 @@ def report_sections(report: BenchReport) -> list[str]:
     if report.rows:
         sections.append(
             "Medians over repeats, with the least and the largest in brackets. Speedup is against `plain` in the same "
-            "repeat: the same loop without a drafter, on weights that are prepacked if the others' are. tau: tokens committed per verification of a request. Verify length: rows per request and round, "
-            "the anchor included. A near-tie is a difference where the target's two best logits are as close as its "
-            "dtype rounds."
+            "repeat: the same loop without a drafter, on weights that are prepacked if the others' are. tau: tokens "
+            "committed per verification of a request. Verify length: rows per request and round, the anchor included. "
+            "A near-tie is a difference where the target's two best logits are as close as its dtype rounds."
         )
     if report.skipped:
         header = ("method", "workload", "concurrency", "not measured, because")
