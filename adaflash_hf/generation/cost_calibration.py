@@ -150,7 +150,8 @@ def calibrated_table(bench: RoundBench, directory: Path | None = None, refresh: 
     if table is not None and table.covers(bench.max_requests) and table.lengths[-1] >= bench.longest_verify_length:
         return table
     begin_s = time.perf_counter()
-    logger.info(
+    # A warning, for it is shown by default, and the first call takes seconds longer than those that follow.
+    logger.warning(
         "Measuring once what target steps and drafts cost on this machine, for up to %d requests at once ...",
         bench.max_requests,
     )
