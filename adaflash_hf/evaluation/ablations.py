@@ -100,8 +100,12 @@ class AblationData:
 
     @property
     def calibration(self) -> Subset:
-        """As many trajectories as are held out, of those to learn from: a constant length is taken from them."""
-        return Subset(self.train, range(min(len(self.held_out), len(self.train))))
+        """
+        As many trajectories as are held out, of those to learn from: a constant length is taken from them. From all
+        over them, for those of one domain stand together.
+        """
+        count = min(len(self.held_out), len(self.train))
+        return Subset(self.train, [index * len(self.train) // count for index in range(count)])
 
 
 @dataclass(frozen=True)
