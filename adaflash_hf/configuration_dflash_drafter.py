@@ -244,6 +244,8 @@ class DFlashDrafterConfig(PreTrainedConfig):
     def to_diff_dict(self) -> dict[str, Any]:
         """What `config.json` holds; of the length head, too, only what differs from transformers' defaults."""
         fields = super().to_diff_dict()
+        # No field of a drafter: transformers' trainer leaves it on every configuration that it trains.
+        fields.pop("use_cache", None)
         if self.length_head_config is not None:
             head = self.length_head_config.to_diff_dict()
             head.pop("transformers_version", None)

@@ -150,3 +150,10 @@ def test_caller_dictionaries_are_not_modified() -> None:
     head = {"bottleneck_size": 8}
     tiny_drafter_config(length_head_config=head)
     assert head == {"bottleneck_size": 8}
+
+
+def test_what_a_trainer_leaves_on_a_configuration_is_not_kept(tmp_path: Path) -> None:
+    config = tiny_drafter_config()
+    config.use_cache = False
+    config.save_pretrained(tmp_path)
+    assert "use_cache" not in json.loads((tmp_path / "config.json").read_text())

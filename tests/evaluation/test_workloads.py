@@ -75,6 +75,7 @@ def test_a_data_set_from_a_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     with running_hub() as hub:
         hub.serve_this_process(monkeypatch, tmp_path / "cache")
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
         lines = [json.dumps({"problem": f"{n}?", "answer": "no"}) for n in range(3)]
         hub.repositories["datasets/HuggingFaceH4/MATH-500"] = {"test.jsonl": "\n".join(lines).encode()}
         workload = load_workload("math500")

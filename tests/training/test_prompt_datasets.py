@@ -84,6 +84,7 @@ def test_a_hub_dataset_is_downloaded_or_streamed(tmp_path, monkeypatch):
     with running_hub() as hub:
         hub.serve_this_process(monkeypatch, tmp_path / "cache")
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
         hub.repositories["datasets/org/sums"] = {"data/train-00000-of-00001.parquet": buffer.getvalue()}
         streamed = read_prompt_dataset(PromptDataset("org/sums"), limit=3)
         assert not list(tmp_path.rglob("*.arrow")), "streaming keeps nothing"
