@@ -347,6 +347,8 @@ class TrainingRun:
             teacher=self.teacher,
             per_device_eval_batch_size=values["batch_size"],
             eval_strategy="steps" if evaluates else "no",
+            # What a drafter that goes on gained is only seen from where it began.
+            eval_on_start=evaluates and self.init is not None and not (self.out / CHECKPOINTS).exists(),
             eval_steps=every,
             save_steps=every,
             save_total_limit=_KEPT_CHECKPOINTS,

@@ -56,7 +56,8 @@ def test_from_scratch_then_on_then_the_head_alone(directory, tmp_path, capsys):
     assert record["reasons"]["block_size"] == "given" and record["data"]["held_out_trajectories"] == 3
 
     assert run(directory, second, "--init", first, "--features", "compute") == 0
-    assert "the paper's objective" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "the paper's objective" in shown and "step 0/30  held out: tau" in shown, "what it began with"
     assert run(directory, third, "--init", second, "--only", "length-head") == 0
     before, after = load_file(second / "model.safetensors"), load_file(third / "model.safetensors")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
