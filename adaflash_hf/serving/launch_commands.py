@@ -7,6 +7,8 @@ import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from .sglang_plugin.settings import MODE_VARIABLE, VerifyMode
+
 
 if TYPE_CHECKING:
     from ..configuration_dflash_drafter import DFlashDrafterConfig
@@ -17,7 +19,7 @@ __all__ = ["LaunchCommand", "launch_command", "sglang_command", "vllm_command"]
 PLAIN_ALGORITHM = "DFLASH"
 PLUGIN_ALGORITHM = "ADAFLASH"
 # Without it SGLang verifies whole blocks, whatever the length head says.
-LENGTH_HEAD_ENVIRONMENT = {"SGLANG_RAGGED_VERIFY_MODE": "compact"}
+LENGTH_HEAD_ENVIRONMENT = {MODE_VARIABLE: VerifyMode.COMPACT}
 LENGTH_HEAD_NOTE = (
     "The verify mode compact needs an attention backend that knows verify lengths: fa3 on Hopper, fa4 or trtllm_mha "
     "on Blackwell."

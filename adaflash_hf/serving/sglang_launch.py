@@ -18,6 +18,7 @@ from .engine_outlook import Outlook
 from .inspection import Inspection
 from .launch_commands import LaunchCommand, sglang_command
 from .served_versions import weight_label
+from .sglang_plugin.settings import MODE_VARIABLE
 
 
 __all__ = ["SGLangInstallation", "SGLangOptions", "assumed_sglang", "find_sglang", "plan_launch"]
@@ -27,7 +28,7 @@ PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_ENTRY = "adaflash"
 _VERIFY_MODES = ("static", "cap-accept", "compact")
 _PLUGIN_ENVIRONMENT = {
-    "verify_mode": "SGLANG_RAGGED_VERIFY_MODE",
+    "verify_mode": MODE_VARIABLE,
     "length_scale": "ADAFLASH_LENGTH_SCALE",
     "min_verify_length": "ADAFLASH_MIN_VERIFY_LENGTH",
     "activation_concurrency": "ADAFLASH_ACTIVATION_CONCURRENCY",
