@@ -124,7 +124,7 @@ class AcceptanceForecaster:
         Returns:
             `Forecast`: One row per request; costs one transfer from the device.
         """
-        num_drafts = self.draft_length - (self.block_size - hidden_states.shape[1])
+        num_drafts = self.num_drafts_in(hidden_states)
         slots, whole = np.arange(self.draft_length), (self.draft_length - 1) * self._part_size
         head = self._confidence_head or confidence_head_of(drafter)
         if head is not None:
@@ -151,6 +151,10 @@ class AcceptanceForecaster:
         return Forecast(
             np.repeat(rates[:, None], self.draft_length, axis=1), parts + bucket[:, None] * self.draft_length + slots
         )
+
+    def num_drafts_in(self, hidden_states: torch.Tensor) -> int:
+        """Drafts that blocks of `(num_requests, rows, hidden_size)` have rows for; fewer than a block's if cut."""
+        return self.draft_length - (self.block_size - hidden_states.shape[1])
 
     @property
     def can_forecast_cut(self) -> bool:

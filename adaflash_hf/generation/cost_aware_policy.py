@@ -248,7 +248,7 @@ class CostAwarePolicy(LengthPolicy):
         if self._forecaster is None or self._forecaster.draft_length != draft_length:
             self._forecaster = AcceptanceForecaster(draft_length, block_size, self._confidence_head)
         forecast = self._forecaster.forecast(drafter, hidden_states)
-        num_drafts = draft_length - (block_size - hidden_states.shape[1])
+        num_drafts = self._forecaster.num_drafts_in(hidden_states)
         longest = None if num_drafts == draft_length else num_drafts + 1
         key = (context.num_active, len(context.longest), draft_length, context.is_packed, longest)
         seconds = self._keep(key, lambda: self._draft_round_seconds(*key))

@@ -92,6 +92,7 @@ class PackedDrafter(PackedModel):
         super().__init__(drafter, drafter_visibility(self.config), self.config)
         # Its layers ask for masks by a rule of their own that is the one of `drafter_visibility`.
         self.cache.checked_groups.update(range(len(self.cache.groups)))
+        self._can_cut_blocks = self.config.is_block_causal
         self._first_draft_row = 1 if self.config.block_layout == "anchor_then_masks" else 0
         self.longest_verify_length = self.config.draft_length + 1  # rows at most, the anchor included
         self._embedder = BlockEmbedder(self.base_drafter, target.get_input_embeddings())
@@ -180,7 +181,7 @@ class PackedDrafter(PackedModel):
 
     def _rows_for(self, longest: int | None) -> int:
         """Rows of a block that a verify length needs."""
-        if longest is None or not self.config.is_block_causal:
+        if longest is None or not self._can_cut_blocks:
             return self.config.block_size
         return min(max(longest - 1 + self._first_draft_row, 1), self.config.block_size)
 
