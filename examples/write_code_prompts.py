@@ -23,16 +23,14 @@ INDENT = "    "
 REQUEST = "Complete this Python function:\n\n```python\n{}\n```"
 
 
-def main_function(solution: str) -> ast.FunctionDef | None:
-    """Last function that the solution defines, which its helpers serve; None where it defines none or is no Python."""
+def parsed(solution: str) -> ast.Module | None:
+    """The solution as Python; None where it is another language, or broken."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
-            tree = ast.parse(solution.replace("\r\n", "\n"))
+            return ast.parse(solution.replace("\r\n", "\n"))
     except SyntaxError:
         return None
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    return functions[-1] if functions else None
 
 
 def doctests(assertions: list[str]) -> list[str]:
@@ -55,14 +53,13 @@ def doctests(assertions: list[str]) -> list[str]:
 def stub(record: dict[str, Any]) -> str | None:
     """Signature and docstring of the record's solution, or None where it has no Python function."""
     task = next((record[key] for key in ("text", "prompt", "instruction") if record.get(key)), None)
-    function = main_function(str(record.get("code") or record.get("output") or ""))
-    if task is None or function is None:
+    tree = parsed(str(record.get("code") or record.get("output") or ""))
+    body = [] if tree is None else tree.body
+    functions = [node for node in body if isinstance(node, ast.FunctionDef)]
+    if task is None or not functions:
         return None
-    imports = [
-        ast.unparse(node)
-        for node in ast.parse(str(record.get("code") or record.get("output")).replace("\r\n", "\n")).body
-        if isinstance(node, (ast.Import, ast.ImportFrom))
-    ]
+    function = functions[-1]  # those before it are its helpers
+    imports = [ast.unparse(node) for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
     returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
     described = textwrap.wrap(" ".join(task.split()), 95) + doctests(record.get("test_list") or [])
     return (
