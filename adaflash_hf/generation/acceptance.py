@@ -18,6 +18,8 @@ __all__ = [
 
 # Elements of a cumulative distribution held at once; it is in float64, and there may be many rows.
 CUMULATIVE_CHUNK = 1 << 24
+# Tokens of a row among which the largest score is found at once; of 64 to 1024 the fastest.
+ARGMAX_PIECE = 512
 
 
 def count_leading_matches(candidate_ids: Sequence[int], target_ids: Sequence[int]) -> int:
@@ -43,8 +45,9 @@ def count_leading_matches(candidate_ids: Sequence[int], target_ids: Sequence[int
 def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
     """The likeliest token of each row, the first of equals.
 
-    On a CPU, PyTorch's `argmax` of sixteen-bit numbers takes five times as long as that of their float32 copy, which
-    is exact: 0.7 instead of 0.1 ms for eight rows of 49,152.
+    On a CPU in two steps, for PyTorch's largest value is vectorised and its `argmax` is not: the piece of the
+    vocabulary with the largest score, and its place there. For 64 rows of 49,152 this took 1.0 instead of 10.4 ms in
+    bfloat16 and 0.2 instead of 1.8 ms in float32 (measured, one core).
 
     Args:
         logits (`torch.Tensor` of shape `(..., vocab_size)`): Logits.
@@ -52,9 +55,17 @@ def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
     Returns:
         `torch.Tensor` of shape `(...)`: Token ids.
     """
-    if logits.device.type == "cpu":
-        logits = logits.float()
-    return logits.argmax(dim=-1)
+    vocab_size = logits.shape[-1]
+    if logits.device.type != "cpu" or vocab_size < 4 * ARGMAX_PIECE:
+        return logits.argmax(dim=-1)
+    whole = vocab_size - vocab_size % ARGMAX_PIECE
+    largest = logits[..., :whole].unflatten(-1, (-1, ARGMAX_PIECE)).amax(dim=-1)
+    if whole < vocab_size:  # the last piece shares some tokens with the one before
+        last = logits[..., -ARGMAX_PIECE:].amax(dim=-1, keepdim=True)
+        largest = torch.cat([largest, last], dim=-1)
+    first = (largest.argmax(dim=-1, keepdim=True) * ARGMAX_PIECE).clamp_(max=vocab_size - ARGMAX_PIECE)
+    places = first + torch.arange(ARGMAX_PIECE, device=logits.device)
+    return first.squeeze(-1) + logits.gather(-1, places).argmax(dim=-1)
 
 
 def sample_tokens(probs: torch.Tensor, uniforms: torch.Tensor | None = None) -> torch.Tensor:

@@ -129,8 +129,9 @@ def _choose(
     pieces: dict[int, torch.Tensor] = {}
     for (do_sample, _, settings), indices in groups.items():
         if not do_sample and not settings:
-            rows = logits if is_everything else logits[_rows_of([blocks[index] for index in indices], logits.device)]
-            chosen = greedy_tokens(rows)
+            if is_everything:
+                return greedy_tokens(logits)
+            chosen = greedy_tokens(logits[_rows_of([blocks[index] for index in indices], logits.device)])
             pieces.update(zip(indices, chosen.split([blocks[index].num_rows for index in indices]), strict=True))
             continue
         for chunk in _chunks(blocks, indices, logits.shape[-1]):
@@ -166,7 +167,7 @@ def _choose_alike(blocks: list[Block], logits: torch.Tensor, draft_ids: torch.Te
         no_prefix = torch.zeros(scores.shape[0], 0, dtype=torch.long, device=device)
         scores = prepared.logits_processor(no_prefix, scores)
     if not prepared.do_sample:
-        return scores.argmax(dim=-1)
+        return greedy_tokens(scores)
     noise = torch.cat([block.noise for block in blocks if block.noise is not None]).to(device)
     probs = scores.softmax(dim=-1)
     drafted = [block for block in blocks if block.draft_probs is not None]

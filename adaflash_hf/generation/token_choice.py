@@ -264,7 +264,7 @@ class TokenChooser:
         drafts[has_draft] = proposal.candidate_ids[where]
         probs = scores.softmax(dim=-1) if self.do_sample else scores
         choice = None if noise is None else noise.choice[group, positions]
-        chosen = sample_tokens(probs, choice) if self.do_sample else scores.argmax(dim=-1)
+        chosen = sample_tokens(probs, choice) if self.do_sample else greedy_tokens(scores)
         if self.do_sample and proposal.candidate_probs is not None and len(drafts[has_draft]):
             # Chains of one draft; the bonus of an accepted one is drawn at the next step instead.
             p, x = probs[has_draft], drafts[has_draft]

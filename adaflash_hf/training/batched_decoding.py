@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, TopPLogitsWarper
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import InvalidInputError
+from ..generation.acceptance import greedy_tokens
 from ..generation.context_features import concatenate_context_features, hidden_states_to_request
 from ..generation.target_runner import cache_argument_name
 
@@ -278,7 +279,7 @@ class _RunningBatch:
             probabilities = torch.softmax(logits, dim=-1)
             tokens = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
         else:
-            tokens = logits.argmax(dim=-1)
+            tokens = greedy_tokens(logits)
         self.tokens[prompts, self.steps] = tokens
         self.lengths[prompts] += 1
         self.steps += 1

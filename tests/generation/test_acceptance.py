@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from adaflash_hf.generation.acceptance import (
+    ARGMAX_PIECE,
     count_leading_matches,
     greedy_tokens,
     rejection_sample,
@@ -84,3 +85,22 @@ def test_underflowed_draft_probability_is_not_divided_by() -> None:
 def test_the_greedy_token_is_the_first_of_equal_logits(dtype):
     logits = torch.tensor([[[1.0, 3.0, 3.0, 2.0], [float("-inf"), -5.0, -5.0, -6.0]]], dtype=dtype)
     assert greedy_tokens(logits).tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("vocab_size", [4 * ARGMAX_PIECE, 4 * ARGMAX_PIECE + 1, 5 * ARGMAX_PIECE + 77])
+def test_greedy_tokens_of_large_vocabularies_are_those_of_argmax(vocab_size: int, dtype: torch.dtype) -> None:
+    """Wherever the largest is, and if there are several: at both ends, in two pieces, in the part that two share."""
+    torch.manual_seed(0)
+    logits = torch.randn(9, vocab_size).to(dtype)  # sixteen bits repeat often
+    for row, places in enumerate(
+        [[0], [vocab_size - 1], [ARGMAX_PIECE - 1, ARGMAX_PIECE], [vocab_size - 2, vocab_size - 1]]
+    ):
+        logits[row, places] = 9.0
+    logits[4, vocab_size - ARGMAX_PIECE] = 9.0
+    logits[5] = float("-inf")
+    logits[6, [700, vocab_size - 5]] = float("nan")
+    strided = torch.cat([logits, logits], dim=-1)[:, :vocab_size]
+    for rows in (logits, strided, logits.view(3, 3, vocab_size)):
+        assert torch.equal(greedy_tokens(rows), rows.argmax(dim=-1))
+    assert greedy_tokens(logits[:0]).shape == (0,)
