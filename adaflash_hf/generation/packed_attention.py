@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedGenerationError
+from .attention_kernels import Scoring, attend
 from .packed_cache import PackedStep
 from .packed_flash import can_use_flash, flash_attention
 from .packed_masks import padded_mask
@@ -175,7 +176,7 @@ def packed_attention_forward(
     if s_aux is None and can_use_flash(rows, value):
         output = flash_attention(plan, layer, rows, scaling, softcap)
     else:
-        output = _attend(plan, layer, rows, _Scoring(scaling, softcap, s_aux))
+        output = _attend(plan, layer, rows, Scoring(scaling, softcap, s_aux))
     return output[None], None
 
 
@@ -226,18 +227,7 @@ def _unknown_rule(visibility: Visibility) -> str:
     )
 
 
-# The kernels
-
-
-class _Scoring(NamedTuple):
-    """What happens to the scores between queries and softmax."""
-
-    scaling: float | None
-    softcap: float | None
-    sinks: torch.Tensor | None
-
-
-def _attend(plan: GroupPlan, layer: int, rows: torch.Tensor, scoring: _Scoring) -> torch.Tensor:
+def _attend(plan: GroupPlan, layer: int, rows: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     """Padded attention, call by call; the result has the shape of `rows`."""
     answers = [_answer(call, plan, call.arena.layers[layer], rows, scoring) for call in plan.calls]
     output = answers[0] if len(answers) == 1 else torch.cat(answers)
@@ -245,7 +235,7 @@ def _attend(plan: GroupPlan, layer: int, rows: torch.Tensor, scoring: _Scoring) 
 
 
 def _answer(
-    call: AttentionCall, plan: GroupPlan, buffer: LayerBuffer, rows: torch.Tensor, scoring: _Scoring
+    call: AttentionCall, plan: GroupPlan, buffer: LayerBuffer, rows: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
     """Answers of one call, padding included, of shape `(num_requests * call.rows, num_heads, head_dim)`."""
     keys = buffer.keys[call.begin : call.end, call.first_key : call.last_key].transpose(1, 2)
@@ -264,12 +254,7 @@ def _answer(
         split = rows.reshape(requests, call.rows, key_heads, group_size, head_dim).transpose(1, 2)
         folded = split.reshape(requests, key_heads, call.rows * group_size, head_dim)
     mask = _mask_of(call, plan, folded, group_size)
-    if scoring.softcap is None and scoring.sinks is None:
-        output = nn.functional.scaled_dot_product_attention(
-            folded, keys, values, attn_mask=mask, scale=scoring.scaling
-        )
-    else:
-        output = _eager(folded, keys, values, mask, scoring)
+    output = attend(folded, keys, values, mask, scoring)
     if call.rows == 1:
         return output.reshape(requests, heads, -1)
     split = output.view(requests, key_heads, call.rows, group_size, -1).transpose(1, 2)
@@ -287,23 +272,3 @@ def _mask_of(call: AttentionCall, plan: GroupPlan, folded: torch.Tensor, group_s
         mask = padded_mask(plan.group.visibility, call.spans, call.rows, keys, *kind)
     call.masks[kind] = mask
     return mask
-
-
-def _eager(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scoring: _Scoring
-) -> torch.Tensor:
-    """What `scaled_dot_product_attention` cannot do: capped scores and attention sinks."""
-    scaling = queries.shape[-1] ** -0.5 if scoring.scaling is None else scoring.scaling
-    scores = torch.matmul(queries, keys.transpose(2, 3)) * scaling
-    if scoring.softcap is not None:
-        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-    if mask is not None:
-        scores = scores + mask
-    if scoring.sinks is None:
-        return torch.matmul(scores.softmax(dim=-1, dtype=torch.float32).to(values.dtype), values)
-    requests, key_heads, rows, _ = scores.shape
-    group_size = scoring.sinks.numel() // key_heads
-    sinks = scoring.sinks.to(scores.dtype).view(1, key_heads, 1, group_size)
-    sinks = sinks.expand(requests, -1, rows // group_size, -1).reshape(requests, key_heads, rows, 1)
-    weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1, dtype=torch.float32)[..., :-1]
-    return torch.matmul(weights.to(values.dtype), values)
