@@ -21,6 +21,9 @@ from .statistics import StatisticsRecorder
 
 __all__ = ["EngineRounds", "RoundReport"]
 
+# Tokens that a new request gets room for beyond those it has, if it may grow as much.
+ROOM_AHEAD = 256
+
 
 @dataclass
 class RoundReport:
@@ -71,7 +74,8 @@ class EngineRounds:
         policy (`LengthPolicy`, *optional*): How many rows to verify; needed with a drafter.
         recorder (`StatisticsRecorder`): Counts rounds and times phases.
         prefill_chunk_tokens (`int`): Most prompt tokens of a request per round, for the forecast of memory.
-        is_memory_limited (`bool`): Whether features should be held for a short while only.
+        is_memory_limited (`bool`):
+            Whether memory is counted: then features are held for a short while only, and no room is taken ahead.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class EngineRounds:
         self.recorder = recorder
         self.drafter_version = 0
         self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._is_memory_limited = is_memory_limited
         self._layer_ids: Sequence[int] = (
             () if self.drafter is None else self.drafter.base_drafter.config.target_layer_ids
         )
@@ -111,12 +116,18 @@ class EngineRounds:
 
     def open(self, request: GenerationRequest) -> None:
         """Gives a request its place in the caches."""
-        expected = request.num_tokens + self.longest_verify_length
+        expected = self._expected_tokens(request)
         request.target_slot = self.target.allocate(expected)
         if self.drafter is not None:
             request.drafter_slot = self.drafter.allocate(expected)
         request.prefilled = 0
         request.state = RequestState.PREFILLING
+
+    def _expected_tokens(self, request: GenerationRequest) -> int:
+        """Tokens to make room for at once. Room ahead saves moving the request as it grows; where memory is counted,
+        it has no more than it needs."""
+        ahead = 0 if self._is_memory_limited else min(request.remaining, ROOM_AHEAD)
+        return request.num_tokens + ahead + self.longest_verify_length
 
     def close(self, request: GenerationRequest) -> None:
         """Takes a request out of the caches; its tokens stay with it."""

@@ -53,11 +53,8 @@ class LayerBuffer:
 
     def resized(self, num_rows: int) -> LayerBuffer:
         """A copy with more or fewer rows."""
-        kept = min(num_rows, self.keys.shape[0])
-        buffer = LayerBuffer.zeros(num_rows, self.keys.shape[1], self.keys, self.values)
-        buffer.keys[:kept].copy_(self.keys[:kept])
-        buffer.values[:kept].copy_(self.values[:kept])
-        return buffer
+        with torch.inference_mode(False):  # as in `zeros`
+            return LayerBuffer(_with_rows(self.keys, num_rows), _with_rows(self.values, num_rows))
 
     def copy_row(self, row: int, begin: int, end: int, source: LayerBuffer, source_row: int) -> None:
         """Takes tokens `begin` to `end` of another row, to the start of `row`."""
@@ -73,6 +70,14 @@ class LayerBuffer:
     def memory_bytes(self) -> int:
         """Bytes of both tensors."""
         return self.keys.nbytes + self.values.nbytes
+
+
+def _with_rows(states: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """A copy of the first rows, with rows of zeros behind them if there are not as many."""
+    copy, kept = states.new_empty(num_rows, *states.shape[1:]), min(num_rows, states.shape[0])
+    copy[:kept].copy_(states[:kept])
+    copy[kept:].zero_()
+    return copy
 
 
 class Arena:
