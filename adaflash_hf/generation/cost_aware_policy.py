@@ -33,11 +33,11 @@ _OUTLOOK_SAMPLES = 8
 # Fewer blocks than this say nothing yet; they are drafted whatever it costs, once, for a few requests at a time.
 _LEAST_BLOCKS = 16
 # What drafting must promise beyond plain decoding before it is done for all: so much where all is known well, and more
-# while that rests on few blocks or few rounds whose time was taken. A block's tokens vary by half their mean or so;
-# chance that looked like a gain would be paid for by all requests.
+# while that rests on few blocks or few drafted rounds whose time was taken. A block's tokens vary by half their mean
+# or so; chance that looked like a gain would be paid for by all requests.
 _LEAST_GAIN = 0.02
 _UNSURE_GAIN = 0.2
-_BLOCKS_PER_ROUND = 8  # a timed round says as much about costs as so many blocks about drafts
+_BLOCKS_PER_ROUND = 8  # a timed draft for all says as much about costs as so many blocks about drafts
 # Rounds for which corrected costs and the outlook of drafting are good enough, or for a share of the rounds so far if
 # they are few; more often is not worth its time.
 _KEPT_ROUNDS = 8
@@ -68,7 +68,7 @@ _LEARNED = (
     "_rounds_unpaid",
     "_kept",
     "_num_rounds",
-    "_num_timed",
+    "_timed_drafts",
 )
 
 _SHARED: weakref.WeakKeyDictionary[nn.Module, CostAwarePolicy] = weakref.WeakKeyDictionary()
@@ -163,7 +163,7 @@ class CostAwarePolicy(LengthPolicy):
         self._rounds_unpaid = 0
         self._kept: dict[Hashable, tuple[int, Any]] = {}
         self._num_rounds = 0
-        self._num_timed = 0
+        self._timed_drafts = 0.0
 
     def prepare(self, bench: RoundBench) -> None:
         """Looks up or measures costs, unless that is done already for these models and this many requests."""
@@ -221,7 +221,7 @@ class CostAwarePolicy(LengthPolicy):
     def _pays(self, outlook: _Outlook, num_active: int) -> bool:
         """Whether drafting promises enough more than plain decoding."""
         recent = self._recent  # none if another thread's call has been told of a new drafter since
-        evidence = min(1 if recent is None else len(recent.rates), 1 + _BLOCKS_PER_ROUND * self._num_timed)
+        evidence = min(1 if recent is None else len(recent.rates), 1 + _BLOCKS_PER_ROUND * self._timed_drafts)
         gain = _LEAST_GAIN + _UNSURE_GAIN / evidence**0.5
         return outlook.tok_per_s > (1 + gain) * num_active / self._plain_seconds(num_active)
 
@@ -343,7 +343,6 @@ class CostAwarePolicy(LengthPolicy):
         self._num_rounds += 1
         self._spend(context, outcome)
         if outcome.round_s is not None and outcome.round_s > 0:
-            self._num_timed += 1
             self._learn_costs(context, outcome, outcome.round_s)
         if isinstance(context.memo, _Choice):
             self._learn_acceptance(context.memo, outcome)
@@ -380,6 +379,8 @@ class CostAwarePolicy(LengthPolicy):
             tabulated = float(self._costs().target_seconds(num_active, 1.0))
             self._correction.observe(round_s / tabulated, "plain", _magnitude(num_active))
             return
+        # A trial with a few requests says as much less about rounds that draft for all.
+        self._timed_drafts += len(context.longest) / num_active
         mean_length = self._mean_length(context, outcome.verify_lengths)
         table = self._costs()
         longest = context.memo.longest if isinstance(context.memo, _Choice) else None

@@ -21,8 +21,10 @@ from .prepacking import PrepackedLinear
 
 __all__ = ["EngineRoundBench", "cost_fingerprint"]
 
-# Context of each scratch request. Attention over more costs more, but in the target's step the weights dominate.
-CONTEXT_TOKENS = 128
+# Contexts of the scratch requests, in turn. Those of real ones differ too, and then attention pads and masks.
+CONTEXTS = (128, 64, 256, 192)
+# Tokens of each request that are new to the drafter when it drafts, as after a round with some drafts accepted.
+NEW_TOKENS = 2
 
 
 def _describe(model: PreTrainedModel) -> str:
@@ -93,6 +95,7 @@ class EngineRoundBench:
         self.longest_verify_length = self._drafter.longest_verify_length
         self.can_cut_blocks = self._drafter.config.is_block_causal
         self._slots: list[tuple[int, int]] = []
+        self._new_features: torch.Tensor | None = None
         self._hidden_states: torch.Tensor | None = None
         self._layer_ids = self._drafter.config.target_layer_ids
         self._token_id = min(self._target.base_model.get_input_embeddings().weight.shape[0] - 1, 5)
@@ -103,18 +106,19 @@ class EngineRoundBench:
 
     def _open(self, num_requests: int) -> None:
         """Prefills scratch requests until there are enough."""
-        length = self._context_tokens()
         while len(self._slots) < num_requests:
+            length = self._context_tokens(CONTEXTS[len(self._slots) % len(CONTEXTS)])
             slot, drafter_slot = self._target.allocate(length + 64), self._drafter.allocate(length + 64)
             outputs = self._target.forward(
                 [slot], [[self._token_id] * length], layer_ids=self._layer_ids, logits_for="none"
             )
             assert outputs.features is not None
             self._drafter.extend(drafter_slot, outputs.features)
+            self._new_features = outputs.features[:NEW_TOKENS].clone()
             self._slots.append((slot, drafter_slot))
 
-    def _context_tokens(self) -> int:
-        length = CONTEXT_TOKENS
+    def _context_tokens(self, length: int) -> int:
+        """This many, or fewer where memory is limited."""
         if self._memory_limit_bytes is not None:
             bound = self._memory_limit_bytes / (2 * max(self.max_requests, 1))
             while length > 16 and self._target.bytes_for(length) + self._drafter.bytes_for(length) > bound:
@@ -143,8 +147,14 @@ class EngineRoundBench:
         """Drafts up to the hidden states, for verify lengths up to `longest` or whole blocks, and waits for them."""
         self._open(num_requests)
         slots = [drafter_slot for _, drafter_slot in self._slots[:num_requests]]
+        assert self._new_features is not None
+        lengths = [self._drafter.length(slot) for slot in slots]
+        for slot in slots:
+            self._drafter.extend(slot, self._new_features)
         hidden_states = self._drafter.draft(slots, [self._token_id] * num_requests, longest)
         hidden_states[0, 0, 0].item()
+        for slot, length in zip(slots, lengths, strict=True):
+            self._drafter.cache.truncate(slot, length)
         if self._drafter.longest_in(hidden_states) == self.longest_verify_length:
             self._hidden_states = hidden_states
 

@@ -13,13 +13,16 @@ from .acceptance import greedy_tokens
 from .appending_cache import append_in_place
 from .candidate_generator import AdaFlashCandidateGenerator
 from .compatibility import unwrap_model
-from .engine_bench import CONTEXT_TOKENS, cost_fingerprint
+from .engine_bench import cost_fingerprint
 from .length_policies import FixedLengthPolicy
 from .statistics import StatisticsRecorder
 from .target_runner import TargetRunner
 
 
 __all__ = ["PaddedRoundBench"]
+
+# Context of each scratch row.
+CONTEXT_TOKENS = 128
 
 
 class PaddedRoundBench:

@@ -8,7 +8,7 @@ from engine_traffic import engine_target
 from plain_comparison import rows_per_forward
 from tiny_models import tiny_drafter, tiny_target
 
-from adaflash_hf.generation.engine_bench import EngineRoundBench, cost_fingerprint
+from adaflash_hf.generation.engine_bench import NEW_TOKENS, EngineRoundBench, cost_fingerprint
 
 
 def test_steps_of_any_size_leave_nothing_behind() -> None:
@@ -46,4 +46,19 @@ def test_context_shrinks_to_fit_a_limit(max_requests: int) -> None:
     target = engine_target()
     drafter = tiny_drafter(target, target_layer_ids=[0, 1])
     bench = EngineRoundBench(target, drafter, max_requests, memory_limit_bytes=2_000_000)
-    assert bench._context_tokens() == (128 if max_requests == 1 else 16)
+    assert bench._context_tokens(128) == (128 if max_requests == 1 else 16)
+
+
+def test_drafts_bring_new_tokens_which_are_taken_back() -> None:
+    target = engine_target()
+    bench = EngineRoundBench(target, tiny_drafter(target, target_layer_ids=[0, 1]), max_requests=3)
+    bench.run_draft(3)
+    rows: list[int] = []
+    bench._drafter.model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(kwargs["context_hidden_states"].shape[1]), with_kwargs=True
+    )
+    for _ in range(3):
+        bench.run_draft(3)
+    assert rows == [3 * NEW_TOKENS] * 3
+    assert [bench._drafter.length(slot) for _, slot in bench._slots] == [128, 64, 256]
+    bench.close()
