@@ -36,7 +36,9 @@ _LEAST_BLOCKS = 16
 # while that rests on few blocks or few drafted rounds whose time was taken. A block's tokens vary by half their mean
 # or so; chance that looked like a gain would be paid for by all requests.
 _LEAST_GAIN = 0.02
-_UNSURE_GAIN = 0.2
+_UNSURE_GAIN = 0.35
+# So much more to begin with it: what the target said of all tokens since must go through the drafter first.
+_GAIN_TO_BEGIN = 0.05
 _BLOCKS_PER_ROUND = 8  # a timed draft for all says as much about costs as so many blocks about drafts
 # Rounds for which corrected costs and the outlook of drafting are good enough, or for a share of the rounds so far if
 # they are few; more often is not worth its time.
@@ -151,6 +153,7 @@ class CostAwarePolicy(LengthPolicy):
         self._fingerprint: dict[str, str] | None = None
         self._others: dict[Hashable, dict[str, Any]] = {}
         self._is_packed = True
+        self._is_prefilling = False
         self._forecaster: AcceptanceForecaster | None = None
         self._forget()
 
@@ -181,6 +184,9 @@ class CostAwarePolicy(LengthPolicy):
         self._is_packed = bench.is_packed
 
     # Choosing
+
+    def begin_round(self, num_prefilled: int) -> None:
+        self._is_prefilling = num_prefilled > 0
 
     def wants_draft(self, num_active: int) -> bool:
         outlook = self._outlook(num_active)
@@ -222,7 +228,7 @@ class CostAwarePolicy(LengthPolicy):
         """Whether drafting promises enough more than plain decoding."""
         recent = self._recent  # none if another thread's call has been told of a new drafter since
         evidence = min(1 if recent is None else len(recent.rates), 1 + _BLOCKS_PER_ROUND * self._timed_drafts)
-        gain = _LEAST_GAIN + _UNSURE_GAIN / evidence**0.5
+        gain = _LEAST_GAIN + _UNSURE_GAIN / evidence**0.5 + (_GAIN_TO_BEGIN if self._rounds_unpaid else 0.0)
         return outlook.tok_per_s > (1 + gain) * num_active / self._plain_seconds(num_active)
 
     def _trial_loss(self, num_active: int) -> float:
@@ -284,7 +290,8 @@ class CostAwarePolicy(LengthPolicy):
         return self._keep(("plain", num_active), corrected)
 
     def _keep(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """What `compute` returns, or returned a few rounds ago."""
+        """What `compute` returns, or returned a few rounds ago, for rounds that read prompts or do not."""
+        key = (self._is_prefilling, key)
         computed_at, value = self._kept.get(key, (-_KEPT_ROUNDS, None))
         if self._num_rounds - computed_at >= min(_KEPT_ROUNDS, 1 + computed_at // _KEPT_SHARE):
             value = compute()
@@ -298,7 +305,11 @@ class CostAwarePolicy(LengthPolicy):
         table = self._costs()
         drafts = np.arange(num_drafted * draft_length + 1) if is_packed else np.arange(draft_length + 1)
         mean_length = 1 + drafts / num_active if is_packed else 1.0 + drafts
-        tabulated = table.draft_seconds(num_drafted, longest) + table.target_seconds(num_active, mean_length)
+        target_s = table.target_seconds(num_active, mean_length)
+        if self._is_prefilling:
+            # Beside a prompt, which is read in any case, no row comes cheap because few are there.
+            target_s = np.maximum(target_s, target_s[0] + drafts * table.row_seconds)
+        tabulated = table.draft_seconds(num_drafted, longest) + target_s
         path = ("draft", _magnitude(num_active))
         # Only a handful of different corrections, so they are looked up by cell and spread.
         cells = np.round(mean_length).astype(int)
@@ -379,8 +390,8 @@ class CostAwarePolicy(LengthPolicy):
             tabulated = float(self._costs().target_seconds(num_active, 1.0))
             self._correction.observe(round_s / tabulated, "plain", _magnitude(num_active))
             return
-        # A trial with a few requests says as much less about rounds that draft for all.
-        self._timed_drafts += len(context.longest) / num_active
+        # A trial with a few requests says less about rounds that draft for all.
+        self._timed_drafts += (len(context.longest) / num_active) ** 0.5
         mean_length = self._mean_length(context, outcome.verify_lengths)
         table = self._costs()
         longest = context.memo.longest if isinstance(context.memo, _Choice) else None

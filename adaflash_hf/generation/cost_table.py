@@ -122,6 +122,15 @@ class CostTable:
         slope = (row[-1] - row[-2]) / (self.lengths[-1] - self.lengths[-2])
         return inside + slope * np.maximum(np.asarray(mean_length) - self.lengths[-1], 0)
 
+    @property
+    def row_seconds(self) -> float:
+        """Seconds of one more row in the largest target step."""
+        if len(self.lengths) == 1:
+            return float(self.target_s[-1, 0]) / self.requests[-1]
+        return float(self.target_s[-1, -1] - self.target_s[-1, -2]) / (
+            self.requests[-1] * (self.lengths[-1] - self.lengths[-2])
+        )
+
 
 def _interpolate(value: int, grid: Sequence[int], rows: np.ndarray) -> np.ndarray:
     """A row between those of the two neighbours of `value` in the grid, or beyond its end by the last slope."""

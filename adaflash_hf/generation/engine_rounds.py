@@ -181,7 +181,9 @@ class EngineRounds:
     def follow(self, running: Sequence[GenerationRequest]) -> None:
         """Begins a round: some requests may go back to prefill, see [`DrafterContext`]."""
         self._num_running = len(running)
-        if self._context is not None:
+        if self._context is not None and self.policy is not None:
+            remaining = sum(request.prefill_remaining for request in running)
+            self.policy.begin_round(min(remaining, self._prefill_chunk_tokens))
             self._context.follow(running)
 
     def run(

@@ -10,6 +10,12 @@ import numpy as np
 __all__ = ["LengthChoice", "best_lengths"]
 
 
+# Matrix products of many rows are prepared anew for every number of them, which on CPUs takes some percent of a round:
+# numbers in steps are met again sooner.
+MANY_ROWS = 32
+ROW_STEP = 8
+
+
 class LengthChoice:
     """
     Verify lengths and what is expected of them.
@@ -67,5 +73,8 @@ def best_lengths(
     order = order[: int(np.count_nonzero(gains))]
     tokens = num_active + np.concatenate([[0.0], gains.ravel()[order].cumsum()])
     drafts = int(np.argmax(tokens / seconds_of_rows[: len(tokens)]))
+    if num_active + drafts > MANY_ROWS:
+        # Fewer rows than fill the last step, or none.
+        drafts = max(drafts - (num_active + drafts) % ROW_STEP, 0)
     counts = np.bincount(order[:drafts] // draft_length, minlength=len(bounds))
     return LengthChoice((counts + 1).tolist(), float(tokens[drafts]), float(seconds_of_rows[drafts]))

@@ -111,6 +111,7 @@ class LengthPolicy(ABC):
 
     A round goes like this:
 
+        policy.begin_round(num_prefilled)                 # in an engine, where prompts are read beside decoding
         if policy.wants_draft(num_active):
             longest_wanted = policy.longest_wanted(num_active)
             hidden_states = ...                           # the drafter's forward, of these rows if it can be cut
@@ -166,6 +167,14 @@ class LengthPolicy(ABC):
         lengths = self.choose_lengths(drafter, hidden_states, context)
         _check_lengths(type(self).__name__, lengths, context.longest)
         return lengths
+
+    def begin_round(self, num_prefilled: int) -> None:  # noqa: B027 - most policies need not know
+        """
+        Told by an engine before anything is asked about a round.
+
+        Args:
+            num_prefilled (`int`): Prompt tokens that share the target's forward.
+        """
 
     def wants_draft(self, num_active: int) -> bool:
         """
