@@ -8,6 +8,8 @@ Here the rows of the query heads that share a key head are put one behind the ot
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .packed_attention import rename_attention
+from .prepacking import version_of
 
 
 __all__ = ["ATTENTION_NAME", "GroupedAttention"]
@@ -61,9 +64,32 @@ def grouped_attention_forward(
         )
     assert attention_mask is not None
     grouped = query.reshape(batch_size, -1, groups * rows, head_dim)
-    mask = attention_mask.repeat(1, 1, groups, 1)  # (batch_size or 1, 1, groups * rows, slots)
+    mask = _grouped_bias(attention_mask, groups, query.dtype)
     output = nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     return output.reshape(batch_size, num_heads, rows, -1).transpose(1, 2).contiguous(), None
+
+
+class _LastBias(threading.local):
+    """The mask that this thread's last layer came with, and what was made of it: the next layer brings the same."""
+
+    mask: weakref.ref[torch.Tensor] | None = None
+    made_for: tuple[Any, ...] = ()
+    bias: torch.Tensor | None = None
+
+
+_LAST = _LastBias()
+
+
+def _grouped_bias(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the scores of grouped rows, of shape `(batch_size or 1, 1, groups * rows, slots)`."""
+    made_for = (version_of(mask), groups, dtype)
+    if _LAST.bias is None or _LAST.mask is None or _LAST.mask() is not mask or _LAST.made_for != made_for:
+        bias = mask
+        if mask.dtype == torch.bool:  # as PyTorch would do in every layer
+            bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+        _LAST.mask, _LAST.made_for, _LAST.bias = weakref.ref(mask), made_for, bias.repeat(1, 1, groups, 1)
+    assert _LAST.bias is not None
+    return _LAST.bias
 
 
 AttentionInterface.register(ATTENTION_NAME, grouped_attention_forward)

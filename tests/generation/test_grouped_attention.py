@@ -13,7 +13,12 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations import sdpa_attention
 
 from adaflash_hf.generation import grouped_attention, packed_attention
-from adaflash_hf.generation.grouped_attention import ATTENTION_NAME, GroupedAttention, grouped_attention_forward
+from adaflash_hf.generation.grouped_attention import (
+    ATTENTION_NAME,
+    GroupedAttention,
+    _grouped_bias,
+    grouped_attention_forward,
+)
 from adaflash_hf.generation.packed_attention import AttentionSwitch
 from adaflash_hf.generation.packed_cache import PackedCache
 from adaflash_hf.generation.visibility import Visibility
@@ -36,6 +41,22 @@ def test_same_as_sdpa(batch_size: int, is_boolean: bool) -> None:
     actual, weights = grouped_attention_forward(*arguments, scaling=0.3)
     torch.testing.assert_close(actual, expected)
     assert weights is None and actual.is_contiguous()
+
+
+def test_a_mask_is_prepared_once_for_all_layers_and_anew_when_it_changes() -> None:
+    mask = torch.tensor([[True, False], [True, True]])[None, None]
+    bias = _grouped_bias(mask, 2, torch.float32)
+    inf = float("inf")
+    assert bias[0, 0].tolist() == [[0, -inf], [0, 0]] * 2
+    assert _grouped_bias(mask, 2, torch.float32) is bias
+    assert _grouped_bias(mask, 2, torch.bfloat16).dtype == torch.bfloat16
+    assert _grouped_bias(mask, 3, torch.float32).shape == (1, 1, 6, 2)
+    assert _grouped_bias(mask.clone(), 2, torch.float32) is not bias
+    _grouped_bias(mask, 2, torch.float32)
+    mask[0, 0, 0, 1] = True
+    assert not _grouped_bias(mask, 2, torch.float32).any()
+    with torch.inference_mode():
+        assert _grouped_bias(torch.zeros(1, 1, 1, 3), 2, torch.float32).shape == (1, 1, 2, 3)
 
 
 def test_a_block_of_a_target_repeats_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
