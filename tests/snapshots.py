@@ -44,6 +44,7 @@ def example_snapshot() -> dict[str, Any]:
             "phase": "training",
             "updates_done": 3,
             "updates_total": 64,
+            "remaining_s": 42.0,
             "rounds_done": 2,
             "updates": 128,
             "history": rounds,

@@ -140,6 +140,9 @@ def _trainer_metrics(trainer: Snapshot) -> Iterator[Metric]:
     yield _gauge("recent_rounds", "Rounds in the trainer's status, by outcome", outcomes, ["outcome"])
     yield _counter("rounds", "Rounds done", {(): trainer.get("rounds_done", 0)})
     yield _counter("updates", "Optimizer steps done", {(): trainer.get("updates", 0)})
+    remaining = {(trainer.get("phase", ""),): trainer["remaining_s"]} if "remaining_s" in trainer else {}
+    text = "Estimated time until the round that runs has ended, or the wait for one"
+    yield _gauge("remaining_seconds", text, remaining, ["phase"])
     if not history:
         return
     last = history[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +11,10 @@ from ..cpu_arithmetic import multiplies_natively
 from ..errors import InvalidInputError
 from ..training.head_labels import LENGTH_LABELS
 from ..training.objectives import OBJECTIVES, DraftObjective
+
+
+if TYPE_CHECKING:
+    from .replay_buffer import BufferSettings
 
 
 __all__ = ["OnlineTrainingArguments"]
@@ -183,3 +187,22 @@ class OnlineTrainingArguments:
     def to_dict(self) -> dict[str, Any]:
         """All of them."""
         return asdict(self)
+
+    def check_buffer(self, settings: BufferSettings) -> None:
+        """
+        Refuse a buffer that no round can be made from.
+
+        Args:
+            settings (`BufferSettings`):
+                What it was made with.
+        """
+        if 2 * self.round_size > settings.max_rows:
+            raise InvalidInputError(
+                f"`round_size` is {self.round_size}, but the buffer keeps `max_rows` = {settings.max_rows}; it must "
+                "keep at least twice a round."
+            )
+        if self.is_guarded and settings.held_out_share == 0:
+            raise InvalidInputError(
+                f"`held_out` is {self.held_out}, but the buffer holds nothing out (`held_out_share` is 0); make it "
+                "with another share, or set `held_out` to 0 to publish every round unjudged."
+            )

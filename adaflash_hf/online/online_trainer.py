@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import DrafterCheckpointError, InvalidInputError, PublishedVersionError, ReplayBufferError
+from ..errors import DrafterCheckpointError, PublishedVersionError, ReplayBufferError
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from .online_arguments import OnlineTrainingArguments
 from .published_versions import VersionManifest
@@ -30,6 +30,7 @@ from .replay_buffer import ReplayBuffer
 from .round_judgement import judge_round, round_figures, served_acceptance
 from .round_training import DivergedError, InterruptedRoundError, RoundResult, RoundTrainer, StoredOutputs
 from .run_status import StatusFile
+from .time_left import TimeLeft
 from .training_state import TrainingProgress, TrainingStateStore
 from .version_checks import check_configuration
 
@@ -99,7 +100,7 @@ class OnlineTrainer:
         stored: StoredOutputs | None = None,
     ) -> None:
         self.arguments = arguments or OnlineTrainingArguments()
-        _check_sizes(self.arguments, buffer)
+        self.arguments.check_buffer(buffer.settings)
         self.target, self.buffer, self.publisher = target, buffer, publisher
         self.store = TrainingStateStore(state_directory or publisher.directory / STATE_DIRECTORY)
         self.status = StatusFile(publisher.directory, "trainer")
@@ -112,7 +113,7 @@ class OnlineTrainer:
         self._original: DFlashDrafterModel | None = drafter
         self._rounds: RoundTrainer | None = None
         self._stopping = threading.Event()
-        self._is_resumed = False
+        self._is_resumed, self._time_left = False, TimeLeft()
 
     @property
     def model(self) -> Any:
@@ -150,7 +151,7 @@ class OnlineTrainer:
                         self.run_round()
                         done += 1
                     else:
-                        self._report("waiting", waiting_for=reason, error="")
+                        self._report("waiting", waiting_for=reason, error="", expected_end_s=self._time_left.end_s)
                         self._stopping.wait(self._poll_s)
                     pause_s = 0.0
                 except InterruptedRoundError:
@@ -169,6 +170,7 @@ class OnlineTrainer:
             return None
         depth, arguments = self.buffer.depth(), self.arguments
         self.status.fields["buffer"] = depth._asdict()
+        self._time_left.look_at(depth, arguments)
         if depth.waiting < arguments.round_size:
             return f"{arguments.round_size - depth.waiting} of {arguments.round_size} new trajectories"
         if arguments.is_guarded and depth.held_out < arguments.min_held_out:
@@ -373,18 +375,22 @@ class OnlineTrainer:
         self._follow_pointer()
 
     def _train(self, trajectories: Sequence[RecordedTrajectory], round_id: int) -> RoundResult:
+        self._time_left.begin_training()
         self._report("training", round=round_id, updates_done=0)
 
         def show(done: int, total: int) -> None:
-            self.status.update(now=False, updates_done=done, updates_total=total)
+            self._time_left.updated(done, total)
+            end_s = self._time_left.end_s
+            self.status.update(now=False, updates_done=done, updates_total=total, expected_end_s=end_s)
 
         return self._trainer.train(trajectories, round_id, on_update=show, should_stop=self._stopping.is_set)
 
     def _judge(self, phase: str, held_out: Sequence[RecordedTrajectory]) -> dict[str, float]:
-        if not held_out:
-            return {}
-        self._report(phase)
-        return self._trainer.evaluate(held_out, should_stop=self._stopping.is_set)
+        with self._time_left.judging(is_last=phase == "judging after"):
+            if not held_out:
+                return {}
+            self._report(phase, expected_end_s=self._time_left.end_s)
+            return self._trainer.evaluate(held_out, should_stop=self._stopping.is_set)
 
     def _held_out(self) -> list[RecordedTrajectory]:
         arguments = self.arguments
@@ -433,18 +439,5 @@ class OnlineTrainer:
                 "trajectories": progress.trajectories,
                 "history": progress.history[-_SHOWN_HISTORY:],
             } | fields
+        fields = {"expected_end_s": None} | fields
         self.status.update(now=phase != self.status.fields.get("phase"), phase=phase, **fields)
-
-
-def _check_sizes(arguments: OnlineTrainingArguments, buffer: ReplayBuffer) -> None:
-    settings = buffer.settings
-    if 2 * arguments.round_size > settings.max_rows:
-        raise InvalidInputError(
-            f"`round_size` is {arguments.round_size}, but the buffer keeps `max_rows` = {settings.max_rows}; it must "
-            "keep at least twice a round."
-        )
-    if arguments.is_guarded and settings.held_out_share == 0:
-        raise InvalidInputError(
-            f"`held_out` is {arguments.held_out}, but the buffer holds nothing out (`held_out_share` is 0); make it "
-            "with another share, or set `held_out` to 0 to publish every round unjudged."
-        )

@@ -111,11 +111,14 @@ def _trainer_line(trainer: Mapping[str, Any]) -> str:
     if not trainer:
         return "none"
     phase = str(trainer.get("phase", _NONE))
+    remaining_s = trainer.get("remaining_s")
+    about = "" if remaining_s is None else f", about {format_duration(remaining_s)}"
     if phase == "waiting" and trainer.get("waiting_for"):
-        return f"waiting for {trainer['waiting_for']}"
+        return f"waiting for {trainer['waiting_for']}{about}"
+    left = about and f"{about} left of the round"
     if phase == "training" and trainer.get("updates_total"):
-        return f"training, update {trainer.get('updates_done', 0)} of {trainer['updates_total']}"
-    return phase
+        return f"training, update {trainer.get('updates_done', 0)} of {trainer['updates_total']}{left}"
+    return phase + left
 
 
 def _acceptance_table(snapshot: Mapping[str, Any]) -> Table:

@@ -10,6 +10,7 @@ from ..errors import AdaFlashError, InvalidInputError
 from .published_versions import PublishedVersions
 from .replay_buffer import ReplayBuffer
 from .run_status import read_status
+from .time_left import remaining_seconds
 from .traffic_history import acceptance_history
 
 
@@ -58,6 +59,8 @@ class RunSnapshots:
             "server": read_status(self._publish_dir, "server"),
             "errors": errors,
         }
+        if (remaining_s := remaining_seconds(snapshot["trainer"], snapshot["time_s"])) is not None:
+            snapshot["trainer"]["remaining_s"] = remaining_s
         for read in (self._read_versions, self._read_buffer):
             try:
                 snapshot |= read()

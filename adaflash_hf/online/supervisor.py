@@ -158,7 +158,7 @@ class Supervisor:
         for side in self._sides:
             file = StatusFile(self._publish_dir, side.name)
             file.fields = read_status(self._publish_dir, side.name)
-            file.update(phase="starting", error="")
+            file.update(phase="starting", error="", expected_end_s=None)
         if self.inference is None:
             StatusFile(self._publish_dir, "server").path.unlink(missing_ok=True)
 

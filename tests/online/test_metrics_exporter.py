@@ -32,6 +32,7 @@ def test_all_that_the_page_shows_is_a_metric():
         ("published_version",): 3,
         ("served_version",): 2,
         ("rounds_total",): 2,
+        ("remaining_seconds", "training"): 42,
         ("recent_rounds", "rejected"): 1,
         ("train_seconds",): 30,
         ("round_seconds",): 125,

@@ -110,6 +110,25 @@ def test_it_says_what_it_waits_for(target, traffic, tmp_path):
     assert make(tmp_path, target, round_size=9).waiting_for() == "3 of 9 new trajectories"
 
 
+def test_the_status_foresees_the_end_of_a_round(target, traffic, tmp_path, monkeypatch):
+    make_buffer(tmp_path, traffic)
+    trainer, foreseen = make(tmp_path, target, tolerance=3.0), {}
+    update = trainer.status.update
+
+    def noted(**fields):
+        update(**fields)
+        foreseen.setdefault(trainer.status.fields["phase"], []).append(trainer.status.fields["expected_end_s"])
+
+    monkeypatch.setattr(trainer.status, "update", noted)
+    trainer.run(max_rounds=1)
+    assert foreseen["judging before"] == [None]
+    nothing, *after_updates = foreseen["training"]
+    assert nothing is None
+    assert len(after_updates) == 2 and all(end_s > 0 for end_s in after_updates)
+    assert foreseen["judging after"][0] > 0
+    assert foreseen["saving"][-1] is None
+
+
 def test_stopping_leaves_the_round_for_the_next_trainer(target, traffic, tmp_path):
     buffer = make_buffer(tmp_path, traffic)
     trainer = make(tmp_path, target, epochs=1000)

@@ -22,7 +22,7 @@ def test_the_page_shows_versions_acceptance_rounds_and_errors():
         "paused 2.0 ms, longest 4.0 ms",
         "version 3: weights are broken",
         "40 trajectories, 7 new, 5 held out, 5.0 MB",
-        "training, update 3 of 64",
+        "training, update 3 of 64, about 42 s left of the round",
         "2.000 -> 2.125",
         "1 code, 3 math",
         "server: the disk is full",
@@ -40,6 +40,14 @@ def test_a_line_says_the_same_in_short():
     line = describe_in_a_line(example_snapshot())
     assert line.startswith("version 2  waiting 7 of 40  trainer: training, update 3 of 64")
     assert line.endswith("tau math 1.75  code 2.00")
+
+
+def test_the_rest_of_a_wait_is_shown_if_it_is_known():
+    snapshot = example_snapshot()
+    snapshot["trainer"] = {"phase": "waiting", "waiting_for": "3 of 9 new trajectories", "remaining_s": 240.0}
+    assert "trainer: waiting for 3 of 9 new trajectories, about 4 min  server" in describe_in_a_line(snapshot)
+    del snapshot["trainer"]["remaining_s"]
+    assert "trainer: waiting for 3 of 9 new trajectories  server" in describe_in_a_line(snapshot)
 
 
 def test_nothing_yet_can_be_shown_too(tmp_path):

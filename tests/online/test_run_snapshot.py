@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from online_traffic import recorded
@@ -49,3 +50,12 @@ def test_what_is_not_there_or_damaged_is_told_and_not_made(tmp_path):
     messages = snapshots.take()["errors"]
     assert "latest.json" in messages[0]
     assert "SQLite" in messages[1]
+
+
+def test_what_is_left_of_a_round_is_told_until_it_should_be_over(tmp_path):
+    status = StatusFile(tmp_path, "trainer")
+    status.update(phase="training", expected_end_s=time.time() + 1000)
+    assert 900 < RunSnapshots(tmp_path).take()["trainer"]["remaining_s"] <= 1000
+    for end_s in (time.time() - 1, None):
+        status.update(expected_end_s=end_s)
+        assert "remaining_s" not in RunSnapshots(tmp_path).take()["trainer"]
