@@ -23,7 +23,7 @@ __all__ = ["CostCorrection", "CostTable", "cost_table_path", "load_cost_table", 
 logger = logging.getLogger(__name__)
 
 # Raise when the meaning of a stored number changes.
-_FORMAT = 3
+_FORMAT = 4
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from .prepacking import PrepackedLinear
 __all__ = ["EngineRoundBench", "cost_fingerprint"]
 
 # Contexts of the scratch requests, in turn. Those of real ones differ too, and then attention pads and masks.
-CONTEXTS = (128, 64, 256, 192)
+CONTEXTS = (128, 96, 192, 160)
 # Tokens of each request that are new to the drafter when it drafts, as after a round with some drafts accepted.
 NEW_TOKENS = 2
 
@@ -108,7 +108,9 @@ class EngineRoundBench:
         """Prefills scratch requests until there are enough."""
         while len(self._slots) < num_requests:
             length = self._context_tokens(CONTEXTS[len(self._slots) % len(CONTEXTS)])
-            slot, drafter_slot = self._target.allocate(length + 64), self._drafter.allocate(length + 64)
+            # Side by side, as requests of a like size are.
+            room = self._context_tokens(max(CONTEXTS)) + 64
+            slot, drafter_slot = self._target.allocate(room), self._drafter.allocate(room)
             outputs = self._target.forward(
                 [slot], [[self._token_id] * length], layer_ids=self._layer_ids, logits_for="none"
             )

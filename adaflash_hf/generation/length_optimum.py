@@ -10,10 +10,10 @@ import numpy as np
 __all__ = ["LengthChoice", "best_lengths"]
 
 
-# Matrix products of many rows are prepared anew for every number of them, which on CPUs takes some percent of a round:
-# numbers in steps are met again sooner.
-MANY_ROWS = 32
-ROW_STEP = 8
+# On CPUs matrix products are prepared anew for every number of rows, which takes a tenth of a round and more; numbers
+# in steps are soon met again. Few rows are never left out for it.
+_FEW_ROWS, _MANY_ROWS = 8, 32
+_STEP, _STEP_OF_MANY = 4, 8
 
 
 class LengthChoice:
@@ -73,8 +73,13 @@ def best_lengths(
     order = order[: int(np.count_nonzero(gains))]
     tokens = num_active + np.concatenate([[0.0], gains.ravel()[order].cumsum()])
     drafts = int(np.argmax(tokens / seconds_of_rows[: len(tokens)]))
-    if num_active + drafts > MANY_ROWS:
-        # Fewer rows than fill the last step, or none.
-        drafts = max(drafts - (num_active + drafts) % ROW_STEP, 0)
+    drafts = max(_step_below(num_active + drafts) - num_active, 0)
     counts = np.bincount(order[:drafts] // draft_length, minlength=len(bounds))
     return LengthChoice((counts + 1).tolist(), float(tokens[drafts]), float(seconds_of_rows[drafts]))
+
+
+def _step_below(rows: int) -> int:
+    """The largest number of rows, at most so many, that is a whole number of steps."""
+    if rows <= _FEW_ROWS:
+        return rows
+    return rows - rows % (_STEP if rows <= _MANY_ROWS else _STEP_OF_MANY)
