@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .error_text import first_line
-from .errors import InvalidInputError
+from .errors import AdaFlashError, InvalidInputError
+from .output_places import disk_error, is_disk_trouble
 
 
-__all__ = ["add_card_to_pushes", "hub_errors", "reserve_repository", "upload_drafter"]
+__all__ = ["add_card_to_pushes", "hub_errors", "reserve_repository", "talking_to_hub", "upload_drafter"]
 
 # Not the records of the run: they hold the paths of the machine it was on.
 _UPLOADED = ["README.md", "config.json", "*.safetensors", "*.safetensors.index.json", "*.py", "metrics.json"]
@@ -38,15 +41,42 @@ def reserve_repository(repo_id: str, *, private: bool = False) -> None:
     Raises:
         InvalidInputError: the Hub refuses or cannot be reached.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, constants
 
     try:
         HfApi().create_repo(repo_id, private=private or None, exist_ok=True)
     except hub_errors() as error:
         reason = first_line(error)
         raise InvalidInputError(
-            f"`push_to_hub` is {repo_id!r}, and that repository can be neither found nor created ({reason}). Log in "
-            "with `hf auth login` to an account that may write there, or leave the option out and push later."
+            f"`push_to_hub` is {repo_id!r}, and that repository can be neither found nor created ({reason}). See "
+            f"that {constants.ENDPOINT} can be reached, and log in with `hf auth login` to an account that may write "
+            "there; or leave the push for later."
+        ) from error
+
+
+@contextmanager
+def talking_to_hub(repo_id: str) -> Iterator[None]:
+    """
+    A block that uploads to a repository, or reads it back; where that fails, it says what to do.
+
+    Args:
+        repo_id (`str`):
+            `org/name`.
+
+    Raises:
+        InvalidInputError: the Hub refuses or cannot be reached.
+    """
+    from huggingface_hub import constants
+
+    try:
+        yield
+    except hub_errors() as error:
+        trouble = disk_error(error)
+        if isinstance(error, AdaFlashError) or (trouble is not None and is_disk_trouble(trouble)):
+            raise
+        raise InvalidInputError(
+            f"The Hub's repository is {repo_id!r}, and exchanging files with it failed ({first_line(error)}). What "
+            f"was to be pushed is still here: see that {constants.ENDPOINT} can be reached, and push again."
         ) from error
 
 
@@ -62,16 +92,20 @@ def upload_drafter(directory: str | Path, repo_id: str) -> str:
 
     Returns:
         `str`: address of the commit.
+
+    Raises:
+        InvalidInputError: the Hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi
 
-    commit = HfApi().upload_folder(
-        repo_id=repo_id,
-        folder_path=directory,
-        allow_patterns=_UPLOADED,
-        ignore_patterns=["*/*"],
-        commit_message="Upload drafter",
-    )
+    with talking_to_hub(repo_id):
+        commit = HfApi().upload_folder(
+            repo_id=repo_id,
+            folder_path=directory,
+            allow_patterns=_UPLOADED,
+            ignore_patterns=["*/*"],
+            commit_message="Upload drafter",
+        )
     return str(commit.commit_url)
 
 

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import errno
+
 import pytest
 from hub_server import running_hub
 from huggingface_hub import constants
 from tiny_models import tiny_drafter
 
 from adaflash_hf import DFlashDrafterModel
-from adaflash_hf.errors import InvalidInputError
-from adaflash_hf.hub_upload import reserve_repository, upload_drafter
+from adaflash_hf.errors import InvalidInputError, OutputError
+from adaflash_hf.hub_upload import reserve_repository, talking_to_hub, upload_drafter
 
 
 @pytest.fixture
@@ -38,8 +40,21 @@ def test_what_the_hub_refuses_is_refused_at_once(hub, monkeypatch):
     with pytest.raises(InvalidInputError, match="not a name"):
         reserve_repository("not a name")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(InvalidInputError, match="neither found nor created"):
+    with pytest.raises(InvalidInputError, match=r"neither found nor created .* that http://127.0.0.1:9 can"):
         reserve_repository("org/drafter")
+
+
+def test_a_connection_that_breaks_later_is_told_too(hub, tmp_path, monkeypatch):
+    tiny_drafter().save_pretrained(tmp_path)
+    reserve_repository("org/drafter")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(InvalidInputError, match=r"'org/drafter', and exchanging files with it failed .* push again"):
+        upload_drafter(tmp_path, "org/drafter")
+    # What is not the Hub's is not said to be.
+    for error in (OutputError("elsewhere"), OSError(errno.ENOSPC, "No space left on device")):
+        with pytest.raises(type(error)) as raised, talking_to_hub("org/drafter"):
+            raise error
+        assert raised.value is error
 
 
 def test_push_to_hub_writes_a_card(hub, tmp_path):
