@@ -3,6 +3,8 @@
 It speaks the handful of endpoints that huggingface_hub uses to create a repository, commit small files and download
 them, and those with which `datasets` finds and reads a data set. Not covered: LFS and Xet uploads (every file is asked
 for inline), several revisions, and authentication.
+
+`python tests/hub_server.py` serves one for a shell, which CONTRIBUTING.md shows.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlparse
@@ -212,3 +216,17 @@ def running_hub() -> Iterator[HubServer]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def main() -> None:
+    """A stand-in for a shell, with what the shell has to say to use it."""
+    with tempfile.TemporaryDirectory() as home, running_hub() as server:
+        for name, value in server.environment(Path(home)).items():
+            sys.stdout.write(f"export {name}={value}\n")
+        sys.stdout.flush()
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

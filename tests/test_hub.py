@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import json
 import os
+import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,25 @@ def workspace(tmp_path: Path) -> Path:
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     return folder
+
+
+def test_the_stand_in_can_be_run_by_hand(tmp_path: Path) -> None:
+    with running_hub() as other:
+        expected = list(other.environment(tmp_path))
+    command = [sys.executable, str(Path(__file__).with_name("hub_server.py"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().removeprefix("export ").strip() for _ in expected]
+        try:
+            variables = dict(line.split("=", 1) for line in lines)
+            assert list(variables) == expected
+            address = variables["HF_ENDPOINT"] + "/api/repos/create"
+            body = json.dumps({"organization": "org", "name": "mine"}).encode()
+            with urllib.request.urlopen(address, body, timeout=600) as response:
+                assert json.load(response)["url"].endswith("/org/mine")
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(600) == 0
 
 
 def test_saved_sources_import_only_each_other(drafter: DFlashDrafterModel, tmp_path: Path) -> None:
