@@ -80,7 +80,10 @@ def loading_checkpoint(name_or_path: str, option: str) -> Iterator[None]:
         with without_progress_bars() if Path(name_or_path).is_dir() else nullcontext(), hub_or_cache(name_or_path):
             yield
     except OSError as error:
-        raise _cannot_be_loaded(name_or_path, option, first_line(error)) from error
+        reason = first_line(error)
+        if not os.path.exists(name_or_path):
+            reason = f"there is no such directory here, and from the Hub: {reason}"
+        raise _cannot_be_loaded(name_or_path, option, reason) from error
 
 
 def refuse_missing_directory(name_or_path: str, option: str) -> None:
@@ -106,6 +109,7 @@ def _answers(name: str) -> bool:
     except (HfHubHTTPError, HFValidationError):
         return True
     except hub_errors() as error:
-        logger.warning("No connection to %s (%s); its cache is used.", constants.ENDPOINT, first_line(error))
+        text = "There is no directory %r here, and no connection to %s (%s); its cache is used."
+        logger.warning(text, name, constants.ENDPOINT, first_line(error))
         return False
     return True

@@ -89,6 +89,22 @@ def test_what_is_nowhere_is_told_at_once(
     assert len(warnings) == 1 and constants.ENDPOINT in warnings[0] and "its cache is used" in warnings[0]
 
 
+def test_what_may_be_a_directory_is_said_not_to_be_one_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cut_off(monkeypatch, tmp_path / "cache")
+    message = "`--drafter` is 'runs/typo' and cannot be loaded .there is no such directory here, and from the Hub: "
+    with pytest.raises(InvalidInputError, match=message):
+        load_drafter("runs/typo", byte_target())
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "adaflash_hf.hub_connection"]
+    assert warning.startswith("There is no directory 'runs/typo' here, and no connection to")
+    with running_hub() as hub:
+        hub.serve_this_process(monkeypatch, tmp_path / "other")
+        with pytest.raises(InvalidInputError, match=message):
+            load_drafter("runs/typo", byte_target())
+
+
 def test_what_is_cached_is_loaded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_hub() as hub:
         hub.repositories["org/target"] = files(byte_target(), tmp_path / "target")
