@@ -107,6 +107,7 @@ def bench(
     plots = settle_plots(plots)
     check_writable(out.parent)
     messages = Console(stderr=True)
+    _tell_repeats(asked, settings, messages)
     writer = _Writer(out)
     if base_urls:
         if methods:
@@ -144,6 +145,19 @@ def _numbers(texts: Sequence[str]) -> list[int]:
         return [int(text) for text in texts]
     except ValueError as error:
         raise InvalidInputError(f"`--concurrency` is {', '.join(texts)}; expected whole numbers.") from error
+
+
+def _tell_repeats(workloads: Sequence[Workload], settings: BenchSettings, console: Console) -> None:
+    """Answers to one prompt are alike: numbers say less of other prompts the fewer there are."""
+    most = max(settings.requests_at(concurrency) for concurrency in settings.concurrencies)
+    for workload in workloads:
+        if len(workload.prompts) < most:
+            console.print(
+                f"{workload.name}: {len(workload.prompts)} prompts, {most} requests: prompts are used more than once.",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
 
 
 def _check_methods(methods: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from tiny_models import tiny_drafter
 
 from adaflash_hf.cli import main
 from adaflash_hf.commands import bench as bench_command
+from adaflash_hf.errors import InvalidInputError
 from adaflash_hf.evaluation import bench as measuring
 from adaflash_hf.evaluation.bench_methods import BenchModels
 
@@ -50,6 +51,21 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(t
     (tmp_path / "file").touch()
     assert run(tmp_path / "file" / "bench", "--concurrency", 1) == 2
     assert "nothing was done yet" in capsys.readouterr().err
+
+
+def test_prompts_that_are_used_more_than_once_are_told_before_models_are_loaded(tmp_path, capsys, monkeypatch):
+    def load(*args):
+        raise InvalidInputError("loading begins")
+
+    monkeypatch.setattr(bench_command, "_load", load)
+    for name, count in (("few", 6), ("enough", 8)):
+        lines = [json.dumps({"prompt": f"{i}?"}) for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    workloads = ["--workload", tmp_path / "few.jsonl", "--workload", tmp_path / "enough.jsonl"]
+    assert run(tmp_path / "bench", *workloads, "--requests", 8, "--concurrency", "1,2") == 2
+    told, error = capsys.readouterr().err.splitlines()
+    assert told == "few: 6 prompts, 8 requests: prompts are used more than once."
+    assert "loading begins" in error
 
 
 @pytest.mark.parametrize(
