@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -106,6 +108,12 @@ def train(
         "warmup_steps": warmup_steps,
         "decay_fraction": decay_fraction,
     }
+    _check_held_out(held_out, trajectories)
+    if start == "scratch" and not from_scratch and os.environ.get("RANK", "0") == "0":
+        typer.echo(
+            "A new drafter will be trained: neither --init nor --from-scratch was given. --init goes on with an "
+            "existing one; --from-scratch says that a new one is meant."
+        )
     shape = {
         "layers": layers,
         "block_size": block_size,
@@ -151,6 +159,14 @@ def _start(init: str | None, from_scratch: bool, only: options.Only | None) -> A
             raise InvalidInputError(f"`--only` is {only.value!r}, which needs a trained drafter; pass it with --init.")
         return only.value.replace("-", "_")
     return "scratch" if init is None else "init"
+
+
+def _check_held_out(num_held_out: int, directories: list[Path]) -> None:
+    """Before any model is loaded; responses that are too short, which only reading shows, may make fewer of them."""
+    from ..training.trajectories import count_trajectories
+    from ..training.trajectory_dataset import check_held_out
+
+    check_held_out(num_held_out, count_trajectories(directories))
 
 
 def _preset(name: str | None, init: str | None) -> DrafterPreset | None:

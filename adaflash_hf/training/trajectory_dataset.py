@@ -15,14 +15,14 @@ from torch.utils.data import Dataset
 from ..errors import InvalidInputError
 from ..output_places import writing_to
 from .features import FeatureShard, compute_target_features, features_path, write_features
-from .trajectories import find_trajectory_shards
+from .trajectories import damaged_shard, find_trajectory_shards
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-__all__ = ["TrajectoryDataset", "cache_target_features", "open_trajectories", "split_by_prompt"]
+__all__ = ["TrajectoryDataset", "cache_target_features", "check_held_out", "open_trajectories", "split_by_prompt"]
 
 # A shorter response has no token after an anchor to learn from.
 MIN_RESPONSE_TOKENS = 2
@@ -154,15 +154,28 @@ def split_by_prompt(dataset: TrajectoryDataset, num_held_out: int) -> tuple[list
     Returns:
         `tuple[list[int], list[int]]`: training and held-out indices.
     """
-    if not 0 <= num_held_out < len(dataset):
-        raise InvalidInputError(
-            f"`num_held_out` (--held-out) is {num_held_out}, but there are {len(dataset)} trajectories; leave some of "
-            "them for training."
-        )
+    check_held_out(num_held_out, len(dataset))
     hashes = [hashlib.sha256(dataset.prompt_ids(index).tobytes()).digest() for index in range(len(dataset))]
     limit = sorted(hashes)[num_held_out - 1] if num_held_out else b""
     train = [index for index, value in enumerate(hashes) if value > limit]
     return train, [index for index, value in enumerate(hashes) if value <= limit]
+
+
+def check_held_out(num_held_out: int, num_trajectories: int) -> None:
+    """
+    Refuse to hold out all that there is.
+
+    Args:
+        num_held_out (`int`):
+            Rows to hold out.
+        num_trajectories (`int`):
+            Rows there are.
+    """
+    if not 0 <= num_held_out < num_trajectories:
+        raise InvalidInputError(
+            f"`num_held_out` (--held-out) is {num_held_out}, but there are {num_trajectories} trajectories; leave "
+            "some of them for training."
+        )
 
 
 def open_trajectories(
@@ -264,9 +277,7 @@ class _Shard:
             self.domains: list[str] = columns["domain"].to_pylist()
             self.finished: list[bool] = columns["finished"].to_pylist()
         except (OSError, ValueError, KeyError) as error:
-            raise InvalidInputError(
-                f"`trajectories`: {path} cannot be read ({error!r}); remove it and run `adaflash trajectories` again."
-            ) from error
+            raise damaged_shard(path, error) from error
         self.teacher_ids = _rows_of(columns["teacher_ids"]) if "teacher_ids" in columns else []
         self.teacher_log_probs = _rows_of(columns["teacher_log_probs"]) if "teacher_log_probs" in columns else []
         self.teacher_top_k = self.teacher_ids[0].shape[-1] if self.teacher_ids else 0

@@ -18,6 +18,7 @@ from adaflash_hf import ConfidenceHeadModel, DFlashDrafterModel, embedded_target
 from adaflash_hf.cli import main
 from adaflash_hf.commands import train_display
 from adaflash_hf.embedded_target import LoadedTarget
+from adaflash_hf.errors import InvalidInputError
 from adaflash_hf.training import presets
 from adaflash_hf.training.drafter_trainer import DrafterTrainer
 from adaflash_hf.training.presets import DrafterPreset
@@ -146,6 +147,27 @@ def test_a_full_disk_costs_nothing_that_was_written(directory, tmp_path, capsys)
     with full_after(DrafterTrainer, "train", 1, room_bytes=20_000):
         assert run(directory, out, "--no-resume", "--seed", 1, "--steps", 1) == 2
     assert (out / "model.safetensors").read_bytes() == before
+
+
+def test_what_is_trained_is_said_before_work_begins(directory, tmp_path, capsys, monkeypatch):
+    line = "A new drafter will be trained: neither --init nor --from-scratch was given."
+
+    def load(*args, **kwargs):
+        raise InvalidInputError("loading begins")
+
+    monkeypatch.setattr(embedded_target, "load_target", load)
+    assert run(directory, tmp_path / "out") == 2
+    shown = capsys.readouterr()
+    assert shown.out.startswith(line) and "loading begins" in shown.err
+    for start in (["--from-scratch"], ["--init", "org/drafter"]):
+        assert run(directory, tmp_path / "out", *start) == 2
+        assert line not in capsys.readouterr().out
+
+
+def test_too_few_trajectories_are_refused_before_the_target_is_loaded(directory, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(embedded_target, "load_target", None)
+    assert main(["train", "--trajectories", str(directory), "--out", str(tmp_path / "out")]) == 2
+    assert "(--held-out) is 64, but there are 12 trajectories" in capsys.readouterr().err
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_target_is_loaded(
