@@ -10,11 +10,13 @@ drafter the one in this repository; both can be changed.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 
 from adaflash_hf.commands.loading import load_models
+from adaflash_hf.errors import AdaFlashError
 
 
 QUESTIONS = (
@@ -56,4 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except AdaFlashError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

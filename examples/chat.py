@@ -9,12 +9,14 @@ The target is the embedded SmolLM2-135M and the drafter the one in this reposito
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from transformers import TextStreamer
 
 from adaflash_hf.commands.loading import LoadedModels, load_models
+from adaflash_hf.errors import AdaFlashError
 
 
 def turns(said: Sequence[str] | None, console: Console) -> Iterator[str]:
@@ -61,4 +63,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except AdaFlashError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 
 from rich.console import Console
 from rich.markup import escape
 
 from adaflash_hf import AdaFlashEngine, AsyncEngine, RequestResult
 from adaflash_hf.commands.loading import LoadedModels, load_models
+from adaflash_hf.errors import AdaFlashError
 from adaflash_hf.training.prompts import Prompt, encode_prompts
 
 
@@ -90,4 +92,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except AdaFlashError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

@@ -17,6 +17,7 @@ from pathlib import Path
 from adaflash_hf import DFlashDrafterModel
 from adaflash_hf.cli import main as adaflash
 from adaflash_hf.commands.loading import find_drafter
+from adaflash_hf.errors import AdaFlashError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,4 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        sys.exit(main())
+    except AdaFlashError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

@@ -17,6 +17,9 @@ from transformers import AutoModel
 
 from adaflash_hf import DFlashDrafterModel
 from adaflash_hf.commands.loading import find_drafter
+from adaflash_hf.errors import AdaFlashError
+from adaflash_hf.hub_connection import loading_checkpoint
+from adaflash_hf.hub_upload import reserve_repository, talking_to_hub
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,12 +30,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--private", action="store_true", help="of a repository that is new")
     args = parser.parse_args(argv)
 
-    drafter = DFlashDrafterModel.from_pretrained(find_drafter(args.target, args.drafter))
-    drafter.push_to_hub(args.repository, private=args.private or None)
-    again = AutoModel.from_pretrained(args.repository)
+    path = find_drafter(args.target, args.drafter)
+    with loading_checkpoint(path, "--drafter"):
+        drafter = DFlashDrafterModel.from_pretrained(path)
+    reserve_repository(args.repository, private=args.private)
+    with talking_to_hub(args.repository):
+        drafter.push_to_hub(args.repository, private=args.private or None)
+        again = AutoModel.from_pretrained(args.repository)
     same = all(tensor.equal(again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
     sys.stdout.write(f"{args.repository}: {'the same' if same else 'ANOTHER'} drafter came back\n")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except AdaFlashError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

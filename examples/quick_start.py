@@ -8,11 +8,13 @@ The target is the embedded SmolLM2-135M and the drafter the one in this reposito
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 
 from adaflash_hf.commands.loading import load_models
+from adaflash_hf.errors import AdaFlashError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,4 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except AdaFlashError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

@@ -9,12 +9,14 @@ corrects by rejection. Neither changes what the target would say; they differ in
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 import torch
 from rich.console import Console
 
 from adaflash_hf.commands.loading import load_models
+from adaflash_hf.errors import AdaFlashError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -56,4 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except AdaFlashError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

@@ -262,8 +262,12 @@ def main() -> None:
     prompts = chat_prompts()
     random.Random(arguments.seed).shuffle(prompts)
     prompts = prompts[: arguments.count]
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+    try:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+        arguments.out.write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        parser.error(f"--out cannot be written ({error}); give another place")
     Console().print(f"{len(prompts)} prompts written to {arguments.out}", markup=False, soft_wrap=True)
 
 

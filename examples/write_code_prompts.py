@@ -88,10 +88,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON lines with one `prompt` each")
     arguments = parser.parse_args()
 
-    records = [record for path in arguments.tasks for record in read_records(path)]
+    try:
+        records = [record for path in arguments.tasks for record in read_records(path)]
+    except (OSError, ValueError) as error:
+        parser.error(f"--tasks cannot be read ({error}); give files of JSON or JSON lines")
     prompts = list(dict.fromkeys(REQUEST.format(made) for record in records if (made := stub(record))))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8")
+    try:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+        arguments.out.write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        parser.error(f"--out cannot be written ({error}); give another place")
     Console().print(
         f"{len(prompts)} stubs from {len(records)} tasks written to {arguments.out}", markup=False, soft_wrap=True
     )

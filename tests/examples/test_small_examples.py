@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_server import running_hub
+from hub_server import HubServer, running_hub
 from published_drafters import adapted_drafter
 from stand_ins import SPECIAL_TOKENS, byte_tokenizer
 from tiny_models import tiny_target
@@ -125,6 +125,60 @@ def test_mistakes_are_told_in_a_line_before_models_are_loaded(
         assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["quick_start"],
+        ["chat", "--say", "One."],
+        ["batch"],
+        ["sampling"],
+        ["engine_streaming"],
+        ["export_and_serve", "--out", "out"],
+        ["length_head_only", "--out", "out"],
+        ["lora_adaptation", "--out", "out", "--prompts", "prompts.jsonl"],
+        ["push_to_hub", "org/mine"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_missing_drafter_is_told_in_a_line(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(embedded_target, "load_target", None)
+    monkeypatch.setattr(loading, "load_target", None)
+    monkeypatch.setattr(sys, "argv", [*arguments, "--drafter", "./gone"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / f"{arguments[0]}.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert "`--drafter` is './gone' and cannot be loaded" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("write_code_prompts", {"--tasks": "gone.jsonl", "--out": "stubs"}, "--tasks cannot be read"),
+        ("write_code_prompts", {"--tasks": "broken", "--out": "stubs"}, "--tasks cannot be read"),
+        ("write_code_prompts", {"--tasks": "tasks", "--out": "tasks/stubs"}, "--out cannot be written"),
+        ("write_chat_prompts", {"--out": "tasks/chat"}, "--out cannot be written"),
+    ],
+)
+def test_files_that_cannot_be_read_or_written_are_told_in_a_line(
+    name: str,
+    options: dict[str, str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "tasks").write_text('{"text": "Print it."}\n', encoding="utf-8")
+    (tmp_path / "broken").write_text("{", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *(word for option in options.items() for word in option)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_comparing_loops(prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     example = load_example("compare_loop_overhead", monkeypatch)
     assert example.main(["--prompts", str(prompts), "--limit", "2", "--max-new-tokens", "8"]) == 0
@@ -153,6 +207,19 @@ def test_pushing(
         load_example("push_to_hub", monkeypatch).main(["org/mine", "--drafter", str(drafter)])
         assert b"AdaFlash drafter for" in hub.repositories["org/mine"]["README.md"]
     assert "the same drafter came back" in capsys.readouterr().out
+
+
+def test_pushing_where_no_hub_can_be_reached(
+    drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed = HubServer()
+    closed.server_close()
+    closed.serve_this_process(monkeypatch, tmp_path / "cache")
+    monkeypatch.setattr(sys, "argv", ["push_to_hub", "org/mine", "--drafter", str(drafter)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / "push_to_hub.py"), run_name="__main__")
+    assert ended.value.code == 2
+    assert f"See that {closed.endpoint} can be reached" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_chat_prompts_are_varied_whole_and_the_same_each_time(tmp_path, monkeypatch):
