@@ -150,7 +150,7 @@ def test_file_round_trip(tmp_path: Path) -> None:
     [
         lambda text: text[:20],
         lambda text: "[]",
-        lambda text: text.replace('"format": 2', '"format": 1'),
+        lambda text: json.dumps({**json.loads(text), "format": 1}),
         lambda text: text.replace('"b"', '"another device"'),
         lambda text: json.dumps({**json.loads(text), "target_s": [[1, 2], [3]]}),
         lambda text: json.dumps({**json.loads(text), "draft_s": [-1, 1, 1]}),
