@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from adaflash_hf.generation import packed_attention
+from adaflash_hf.generation import attention_kernels, packed_attention
 from adaflash_hf.generation.packed_cache import PackedCache
 from adaflash_hf.generation.packed_flash import PAGE_TOKENS, can_use_flash, flash_attention, plan_flash
 from adaflash_hf.generation.visibility import Visibility
@@ -87,7 +87,7 @@ def test_same_as_padded_attention(visibility: Visibility, softcap: float | None)
     plan = cache.step.plan(0)  # type: ignore[union-attr]
     rows = torch.randn(11, HEADS, HEAD_DIM)
     actual = flash_attention(plan, 0, rows, 0.4, softcap, kernel=reference_kernel)
-    scoring = packed_attention._Scoring(0.4, softcap, None)
+    scoring = attention_kernels.Scoring(0.4, softcap, None)
     torch.testing.assert_close(actual, packed_attention._attend(plan, 0, rows, scoring), rtol=1e-5, atol=1e-5)
 
 
