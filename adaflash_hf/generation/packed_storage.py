@@ -8,6 +8,8 @@ replaced by the last one. Layers with a sliding window drop what lies before it 
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -47,9 +49,8 @@ class LayerBuffer:
 
         Zeros, because masked keys are multiplied by zero, which not-a-number would survive.
         """
-        shape = (num_rows, room)
         with torch.inference_mode(False):  # buffers made under inference mode could not be written outside of it
-            return cls(keys.new_zeros(*shape, *keys.shape[-2:]), values.new_zeros(*shape, *values.shape[-2:]))
+            return cls(*(_zeros((num_rows, room, *states.shape[-2:]), states) for states in (keys, values)))
 
     def resized(self, num_rows: int) -> LayerBuffer:
         """A copy with more or fewer rows."""
@@ -72,11 +73,20 @@ class LayerBuffer:
         return self.keys.nbytes + self.values.nbytes
 
 
+def _zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Zeros of a tensor's kind. On a CPU the system hands out their memory when it is first written: room that no
+    request comes to use costs nothing."""
+    size = math.prod(shape) * like.dtype.itemsize
+    if like.device.type != "cpu" or size < mmap.PAGESIZE or not hasattr(mmap, "MAP_PRIVATE"):
+        return like.new_zeros(shape)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=like.dtype).view(shape)
+
+
 def _with_rows(states: torch.Tensor, num_rows: int) -> torch.Tensor:
     """A copy of the first rows, with rows of zeros behind them if there are not as many."""
-    copy, kept = states.new_empty(num_rows, *states.shape[1:]), min(num_rows, states.shape[0])
+    copy, kept = _zeros((num_rows, *states.shape[1:]), states), min(num_rows, states.shape[0])
     copy[:kept].copy_(states[:kept])
-    copy[kept:].zero_()
     return copy
 
 
