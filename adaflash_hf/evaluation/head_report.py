@@ -142,10 +142,10 @@ def collect_blocks(
     hidden, accepted, domains = [], [], []
     for batch in DataLoader(rows, batch_size=batch_size, collate_fn=collator):
         batch = {name: value.to(drafter.device) for name, value in batch.items()}
-        outcome = step.run(drafter, batch)
-        known = outcome.acceptance.is_known & outcome.valid
-        hidden.append(outcome.hidden_states[known])
-        accepted.append(outcome.acceptance.accepted[known])
+        judged = step.judge(drafter, batch)
+        known = judged.acceptance.is_known & judged.valid
+        hidden.append(judged.hidden_states[known])
+        accepted.append(judged.acceptance.accepted[known])
         domains.append(batch["domain_ids"][:, None].expand_as(known)[known])
     if not sum(map(len, accepted)):
         raise InvalidInputError(

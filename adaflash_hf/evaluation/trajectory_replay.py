@@ -152,10 +152,10 @@ def replay_rounds(
     while place < num_response - 1:
         places = range(place, min(place + _BLOCKS_AT_ONCE, num_response - 1))
         anchors = torch.arange(places.start, places.stop, device=ids.device) + prompt_length
-        outcome = step.run(drafter, {**batch, **_blocks(ids, anchors, drafter.config.draft_length)}, as_decoding=True)
-        matches = outcome.acceptance.accepted[0].tolist()
+        judged = step.judge(drafter, {**batch, **_blocks(ids, anchors, drafter.config.draft_length)})
+        matches = judged.acceptance.accepted[0].tolist()
         longest = [min(longest_block, max_new_tokens - 1 - offset) for offset in places]
-        lengths = policy.choose(drafter, outcome.hidden_states[0], RoundContext(longest, num_active=1))
+        lengths = policy.choose(drafter, judged.hidden_states[0], RoundContext(longest, num_active=1))
         while place < places.stop:
             length = lengths[place - places.start]
             accepted = min(matches[place - places.start], length - 1)

@@ -170,7 +170,7 @@ class AcceptanceProbe:
         accepted, blocks = 0, 0
         for batch in kept:
             batch = {name: tensor.to(drafter.device) for name, tensor in batch.items()}
-            outcome = self._step.run(drafter, batch, as_decoding=True)
-            accepted += int(outcome.acceptance.accepted[outcome.valid].sum())
-            blocks += int(outcome.valid.sum())
+            judged = self._step.judge(drafter, batch)
+            accepted += int(judged.acceptance.accepted[judged.valid].sum())
+            blocks += int(judged.valid.sum())
         return ProbeScore(accepted, blocks)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInputError
+from ..generation.acceptance import greedy_tokens
 from ..generation.compatibility import check_drafter_fits_target
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from .anchors import block_positions, drafter_masks, label_positions
@@ -28,7 +29,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-__all__ = ["DraftStep", "HeadOutcome", "StepOutcome", "check_trainable"]
+__all__ = ["DraftStep", "HeadOutcome", "Judgement", "StepOutcome", "check_trainable"]
+
+# Of a slot that was not drafted; no label has it.
+_NOT_DRAFTED = -2
+
+
+class Judgement(NamedTuple):
+    """
+    Hindsight verdict on the blocks of one batch.
+
+    Attributes:
+        acceptance: `[batch, num_anchors]`, the verdict.
+        valid: `[batch, num_anchors]`, which anchors are real, not padding.
+        hidden_states: `[batch, num_anchors, block, H]`, the drafter's.
+    """
+
+    acceptance: Acceptance
+    valid: torch.Tensor
+    hidden_states: torch.Tensor
 
 
 class HeadOutcome(NamedTuple):
@@ -199,6 +218,49 @@ class DraftStep:
         valid = exists[..., 0]  # every real anchor has a token after it
         head_outcome = self._length_head(hidden, acceptance, valid)
         return StepOutcome(draft, weights.sum(), acceptance, valid, head_outcome, hidden)
+
+    @torch.no_grad()
+    def judge(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Judgement:
+        """
+        Draft all blocks of a batch as decoding does and count what is accepted, without any loss.
+
+        A slot is drafted only where all before it are right: most of the work is the vocabulary projection, and on
+        average no more than tau slots of a block need it.
+
+        Args:
+            model (`nn.Module`):
+                The drafter, or what wraps it for training.
+            batch (`dict[str, torch.Tensor]`):
+                From [`DrafterDataCollator`].
+        """
+        hidden, _ = self._forward(model, batch)  # [batch, anchors, block, H]
+        labels = batch["labels"]
+        slots = hidden[:, :, -self.config.draft_length :]
+        vocabulary, head = self._decoding
+        if vocabulary is not None:
+            vocabulary.to(hidden.device)
+            labels = torch.where(labels == IGNORED_LABEL, labels, vocabulary.places(labels))
+        predicted = torch.full_like(labels, _NOT_DRAFTED)
+        is_right = torch.ones_like(labels[..., 0], dtype=torch.bool)
+        for slot in range(self.config.draft_length):
+            wanted = is_right & (labels[..., slot] != IGNORED_LABEL)
+            if not bool(wanted.any()):
+                break
+            predicted[..., slot][wanted] = self._drafted(slots[..., slot, :][wanted], vocabulary, head)
+            is_right = predicted[..., slot] == labels[..., slot]
+        acceptance = hindsight_acceptance(predicted, labels, batch["finished"][:, None])
+        return Judgement(acceptance, labels[..., 0] != IGNORED_LABEL, hidden)
+
+    def _drafted(self, rows: torch.Tensor, vocabulary: RestrictedVocabulary | None, head: nn.Module) -> torch.Tensor:
+        """The likeliest token of each row of hidden states; its place where there is a vocabulary."""
+        chunk_rows = rows_per_chunk(
+            self._vocab_size if vocabulary is None else len(vocabulary), self._logits_memory_bytes
+        )
+        tokens = [
+            greedy_tokens(self.drafter.compute_logits(chunk.to(self._head_dtype), head))
+            for chunk in rows.split(chunk_rows)
+        ]
+        return torch.cat(tokens)
 
     def _forward(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states of all block rows, and the target's final ones where the teacher needs them."""

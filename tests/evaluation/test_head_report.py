@@ -109,12 +109,12 @@ def test_blocks_are_those_of_training(target, tmp_path):
 def test_no_block_with_a_verdict_is_an_error(target, tmp_path, monkeypatch):
     directory = make_trajectories(tmp_path, target, count=2)
     dataset, drafter = TrajectoryDataset(directory), tiny_drafter(target)
-    original = DraftStep.run
+    original = DraftStep.judge
 
     def unknown(self, *args, **kwargs):
-        outcome = original(self, *args, **kwargs)
-        return outcome._replace(valid=torch.zeros_like(outcome.valid))
+        judged = original(self, *args, **kwargs)
+        return judged._replace(valid=torch.zeros_like(judged.valid))
 
-    monkeypatch.setattr(DraftStep, "run", unknown)
+    monkeypatch.setattr(DraftStep, "judge", unknown)
     with pytest.raises(InvalidInputError, match="verdict"):
         collect_blocks(drafter, target, dataset)

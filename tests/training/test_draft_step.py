@@ -93,6 +93,10 @@ def test_loss_gradient_and_acceptance_equal_the_definitions(target, directory, l
         torch.testing.assert_close(gradients[name], parameter.grad, atol=tolerance, rtol=tolerance)
     assert outcome.acceptance.accepted[outcome.valid].tolist() == accepted
     assert outcome.head is None
+    judged = step.judge(drafter, batch)
+    assert torch.equal(judged.valid, outcome.valid) and torch.equal(judged.hidden_states, outcome.hidden_states)
+    for judged_part, part in zip(judged.acceptance, outcome.acceptance, strict=True):
+        assert torch.equal(judged_part[judged.valid], part[outcome.valid])
 
 
 def test_features_on_the_fly_equal_stored_ones(target, directory):
@@ -132,6 +136,7 @@ def test_a_draft_vocabulary_limits_training_and_evaluation(target, directory):
         own = step.run(drafter, batch, as_decoding=as_decoding)
         torch.testing.assert_close(own.draft.loss, given.draft.loss)
         assert torch.equal(own.acceptance.accepted, given.acceptance.accepted)
+    assert torch.equal(step.judge(drafter, batch).acceptance.accepted, given.acceptance.accepted)
 
 
 def test_length_head_learns_the_hindsight_label_and_leaves_the_drafter_alone(target, directory):
