@@ -376,7 +376,8 @@ class OnlineTrainer:
 
     def _train(self, trajectories: Sequence[RecordedTrajectory], round_id: int) -> RoundResult:
         self._time_left.begin_training()
-        self._report("training", round=round_id, updates_done=0)
+        # How many there will be is known after the first; until then the file has the number of the round before.
+        self._report("training", round=round_id, updates_done=0, updates_total=None)
 
         def show(done: int, total: int) -> None:
             self._time_left.updated(done, total)

@@ -17,6 +17,8 @@ from tiny_online_trainer import make, make_buffer, published_weights, same
 
 from adaflash_hf.errors import InvalidInputError, PublishedVersionError, ReplayBufferError
 from adaflash_hf.online.round_training import RoundTrainer
+from adaflash_hf.online.run_display import describe_in_a_line
+from adaflash_hf.online.run_snapshot import RunSnapshots
 from adaflash_hf.online.run_status import read_status
 
 
@@ -127,6 +129,23 @@ def test_the_status_foresees_the_end_of_a_round(target, traffic, tmp_path, monke
     assert len(after_updates) == 2 and all(end_s > 0 for end_s in after_updates)
     assert foreseen["judging after"][0] > 0
     assert foreseen["saving"][-1] is None
+
+
+def test_a_round_does_not_begin_with_the_updates_of_the_one_before(target, traffic, tmp_path, monkeypatch):
+    make_buffer(tmp_path, traffic)
+    trainer, shown = make(tmp_path, target, tolerance=3.0), {}
+    update = trainer.status.update
+
+    def noted(**fields):
+        update(**fields)
+        line = describe_in_a_line(RunSnapshots(trainer.publisher.directory).take())
+        if trainer.status.fields["phase"] == "training":
+            shown.setdefault(trainer.status.fields["round"], line)
+
+    monkeypatch.setattr(trainer.status, "update", noted)
+    trainer.run(max_rounds=2)
+    assert len(shown) == 2
+    assert all("trainer: training  server" in line for line in shown.values()), shown
 
 
 def test_stopping_leaves_the_round_for_the_next_trainer(target, traffic, tmp_path):
