@@ -64,10 +64,10 @@ class BackgroundThread:
         self._signals.news.set()
 
     def start(self) -> None:
-        """Starts the thread, unless it runs."""
+        """Starts the thread, unless it runs. After one that is being stopped, a new one goes on."""
         with self._lock:
             engine = self._engine()
-            if self.is_running or engine is None:
+            if engine is None or (self.is_running and not self._signals.is_stopping):
                 return
             signals = self._signals = _Signals()
             self._thread = threading.Thread(
@@ -85,21 +85,25 @@ class BackgroundThread:
             `bool`: Whether all that was to be finished is finished.
         """
         with self._lock:
-            thread, engine = self._thread, self._engine()
-            assert engine is not None
-            is_drained = drain and (not self.is_running or _wait_until_idle(engine, timeout))
-            if thread is not None:
-                _end_thread(self._signals, thread)
-            if self._finalizer is not None:
-                self._finalizer.detach()
-            self._thread = self._finalizer = None
-            return is_drained
+            thread, signals, finalizer, engine = self._thread, self._signals, self._finalizer, self._engine()
+        assert engine is not None
+        if thread is None:
+            return drain
+        # Without the lock: who starts or stops the engine meanwhile may be the thread itself, in a callback.
+        is_drained = drain and _wait_until_idle(engine, thread, timeout)
+        _end_thread(signals, thread)
+        if finalizer is not None:
+            finalizer.detach()
+        with self._lock:
+            if self._thread is thread:  # else another one was started meanwhile, and stays
+                self._thread = self._finalizer = None
+        return is_drained
 
 
-def _wait_until_idle(engine: AdaFlashEngine, timeout: float | None) -> bool:
+def _wait_until_idle(engine: AdaFlashEngine, thread: threading.Thread, timeout: float | None) -> bool:
     deadline = None if timeout is None else time.monotonic() + timeout
     # A request on its way from list to list is in none, so emptiness is looked at again between two rounds.
-    while engine.is_running and (engine.has_requests or engine.all_requests()):
+    while thread.is_alive() and (engine.has_requests or engine.all_requests()):
         if deadline is not None and time.monotonic() > deadline:
             return False
         time.sleep(0.002)

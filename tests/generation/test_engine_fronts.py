@@ -29,6 +29,8 @@ from adaflash_hf.generation import engine_fronts
 
 # A test that hangs fails by this, not by the clock of whoever runs it.
 TIMEOUT = 900
+# For what must not wait at all, on a machine that may stand still for a while.
+WAIT = 60
 
 
 def new_engine(**kwargs: Any) -> AdaFlashEngine:
@@ -116,6 +118,56 @@ def test_stop_gives_up_draining() -> None:
     engine = slow_engine().start()
     handle = engine.submit([5] * 400, max_new_tokens=9)
     engine.stop(timeout=0.0)
+    assert handle.result(TIMEOUT).finish_reason == "cancelled"
+
+
+def test_starting_does_not_wait_for_a_stop_that_waits_for_a_round() -> None:
+    engine, in_round, goes_on = new_engine(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        in_round.set()
+        goes_on.wait(TIMEOUT)
+
+    engine.between_rounds(hold)
+    engine.start()
+    assert in_round.wait(TIMEOUT)
+    stopped = engine._thread._thread
+    stopping = threading.Thread(target=engine.stop, args=(False,), daemon=True)
+    stopping.start()
+    while not engine._thread._signals.is_stopping:
+        time.sleep(0.001)
+    starting = threading.Thread(target=engine.start, daemon=True)
+    starting.start()
+    starting.join(WAIT)
+    has_waited = starting.is_alive()
+    goes_on.set()
+    for thread in (starting, stopping, stopped):
+        assert thread is not None
+        thread.join(TIMEOUT)
+        assert not thread.is_alive()
+    assert not has_waited
+    # It was started after the stop had begun, so it runs, and in one thread alone.
+    assert engine.is_running and engine._thread._thread is not stopped
+    assert engine.submit(prompt_ids(1), max_new_tokens=3).result(TIMEOUT).token_ids == answer(1, 3)
+    engine.stop()
+    assert not engine.is_running
+
+
+def test_a_stop_that_cancels_does_not_wait_for_one_that_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, is_draining, wait = slow_engine().start(), threading.Event(), engine_fronts._wait_until_idle
+
+    def wait_noted(*args: Any) -> bool:
+        is_draining.set()
+        return wait(*args)
+
+    monkeypatch.setattr(engine_fronts, "_wait_until_idle", wait_noted)
+    handle = engine.submit([5] * 400, max_new_tokens=9)
+    draining = threading.Thread(target=engine.stop)
+    draining.start()
+    assert is_draining.wait(TIMEOUT)
+    engine.stop(drain=False)
+    draining.join(TIMEOUT)
+    assert not draining.is_alive() and not engine.is_running
     assert handle.result(TIMEOUT).finish_reason == "cancelled"
 
 
