@@ -15,6 +15,7 @@ from .bench_options import (
     ConfidenceHeadOption,
     DataDirOption,
     IgnoreEosOption,
+    InTurnsOption,
     MaxNewTokensOption,
     MethodsOption,
     ModelOption,
@@ -65,6 +66,7 @@ def bench(
     repeats: RepeatsOption = 3,
     warm_up_tokens: WarmUpTokensOption = 8,
     ignore_eos: IgnoreEosOption = False,
+    in_turns: InTurnsOption = False,
     via: ViaOption = Via.ENGINE,
     temperature: TemperatureOption = 0.0,
     draft_proposal: DraftProposalOption = None,
@@ -99,6 +101,7 @@ def bench(
         repeats=repeats,
         warm_up_tokens=warm_up_tokens,
         ignore_eos=ignore_eos,
+        in_turns=in_turns,
         via_generate=via is Via.GENERATE,
         temperature=temperature,
         draft_proposal=(draft_proposal or DraftProposal.ARGMAX).value,
@@ -112,6 +115,8 @@ def bench(
     if base_urls:
         if methods:
             raise InvalidInputError("`--method` and `--base-url` exclude each other: a server decodes as it does.")
+        if in_turns:
+            raise InvalidInputError("`--in-turns` and `--base-url` exclude each other: servers do not wait.")
         if temperature:
             raise InvalidInputError(
                 f"`--temperature` is {temperature:g}, but servers are asked for greedy answers only."

@@ -73,6 +73,14 @@ WarmUpTokensOption = Annotated[
     int, typer.Option("--warm-up-tokens", min=0, help="Longest answer of the untimed run before.")
 ]
 IgnoreEosOption = Annotated[bool, typer.Option("--ignore-eos", help="Let every answer run to its full length.")]
+InTurnsOption = Annotated[
+    bool,
+    typer.Option(
+        "--in-turns",
+        help="Let the engines of all methods answer side by side, a round each in turn: a machine that changes its "
+        "speed does so for all. Then no latencies and no peak memory are told.",
+    ),
+]
 ViaOption = Annotated[
     Via, typer.Option("--via", help="What our methods decode in: the engine, or generate() on padded batches.")
 ]

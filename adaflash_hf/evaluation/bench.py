@@ -20,8 +20,9 @@ from ..embedded_target import default_dtype
 from ..errors import AdaFlashError, InvalidInputError
 from ..generation.prepacking import has_prepacked_layers
 from ..training.prompts import encode_prompts
-from .bench_methods import REFERENCE_METHODS, BenchMethod, BenchModels, Sampling, build_method
+from .bench_methods import REFERENCE_METHODS, BenchMethod, BenchModels, EngineMethod, Sampling, build_method
 from .bench_results import PLAIN, Agreement, BenchRow, MethodRun, summarise
+from .bench_turns import run_in_turns
 from .comparison import find_first_difference
 from .workloads import Workload
 
@@ -49,6 +50,7 @@ class BenchSettings:
         via_generate: Whether our methods decode in `generate()` in place of the engine.
         temperature: 0 is greedy. Above, answers are drawn at random and cannot be compared.
         draft_proposal: `"argmax"` or `"sample"`, how drafts are chosen when sampling.
+        in_turns: Whether the engines of all methods answer side by side, see [`run_in_turns`].
 
     Raises:
         InvalidInputError: If nothing could be concluded from the numbers.
@@ -64,6 +66,7 @@ class BenchSettings:
     via_generate: bool = False
     temperature: float = 0.0
     draft_proposal: str = "argmax"
+    in_turns: bool = False
 
     def __post_init__(self) -> None:
         if not self.methods or not self.concurrencies:
@@ -82,6 +85,11 @@ class BenchSettings:
             )
         if self.temperature < 0:
             raise InvalidInputError(f"`temperature` is {self.temperature}; it must be 0 (greedy) or more.")
+        if self.in_turns and self.via_generate:
+            raise InvalidInputError(
+                "`in_turns` (--in-turns) and `via_generate` (--via generate) exclude each other: a call of "
+                "`generate()` does not wait for others between its rounds. Leave one of them out."
+            )
         if self.repeats < 1:
             raise InvalidInputError(f"`repeats` is {self.repeats}; it must be at least 1.")
         if self.max_new_tokens < _LEAST_NEW_TOKENS:
@@ -290,10 +298,14 @@ def _run_cell(
             )
     runs: dict[str, list[MethodRun]] = {method.name: [] for method in ready}
     for repeat in range(settings.repeats):
-        # Plain decoding stays first: the oracle needs its answers. The others take turns in coming early.
-        rest = ready[1:]
-        turn = repeat % len(rest) if rest else 0
-        for method in [ready[0], *rest[turn:], *rest[:turn]]:
+        sharing = [m for m in ready if isinstance(m, EngineMethod) and m.takes_turns] if settings.in_turns else []
+        if sharing:
+            names = ", ".join(method.name for method in sharing)
+            on_step(f"{where}: {names} in turns, {repeat + 1} of {settings.repeats}")
+            begun = [method.begin(prompts, concurrency, settings.max_new_tokens) for method in sharing]
+            for method, run in zip(sharing, run_in_turns(begun), strict=True):
+                runs[method.name].append(run)
+        for method in _in_order([method for method in ready if method not in sharing], repeat):
             on_step(f"{where}: {method.name}, {repeat + 1} of {settings.repeats}")
             if runs[PLAIN]:
                 method.learn_answers(runs[PLAIN][0].token_ids or [])
@@ -315,6 +327,14 @@ def _run_cell(
                 judge.agreement([run.token_ids for run in runs[method.name]]) if is_greedy else None,
             )
         )
+
+
+def _in_order(methods: Sequence[BenchMethod], repeat: int) -> list[BenchMethod]:
+    """Plain decoding stays first: the oracle needs its answers. The others come early one after the other."""
+    first = [method for method in methods if method.name == PLAIN]
+    rest = [method for method in methods if method.name != PLAIN]
+    turn = repeat % len(rest) if rest else 0
+    return [*first, *rest[turn:], *rest[:turn]]
 
 
 def _warm_up(method: BenchMethod, prompts: list[list[int]], concurrency: int, settings: BenchSettings) -> str | None:

@@ -25,6 +25,7 @@ from ..generation.oracle_policy import OraclePolicy
 from ..training.batched_decoding import eos_token_ids_of
 from .bench_results import PLAIN, Latency, MethodRun, merge_statistics
 from .bench_timing import StepTimer, synchronize
+from .bench_turns import EngineRun
 from .lossless import left_padded, until_end
 from .peak_memory import PeakMemory
 
@@ -43,6 +44,7 @@ __all__ = [
     "REFERENCE_METHODS",
     "BenchMethod",
     "BenchModels",
+    "EngineMethod",
     "Sampling",
     "build_method",
     "needs_drafter",
@@ -194,10 +196,20 @@ class EngineMethod(BenchMethod):
     def prepare(self, concurrency: int) -> None:
         self._engine(concurrency).prepare()
 
-    def _run(self, prompts: Sequence[list[int]], concurrency: int, max_new_tokens: int) -> MethodRun:
+    def begin(self, prompts: Sequence[list[int]], concurrency: int, max_new_tokens: int) -> EngineRun:
+        """
+        Submits all prompts, without a round yet.
+
+        Args:
+            prompts (`Sequence[list[int]]`):
+                Token ids.
+            concurrency (`int`):
+                Requests in flight at once.
+            max_new_tokens (`int`):
+                Longest answer.
+        """
         engine = self._engine(concurrency, max_queue=len(prompts) + 1)
         engine.prepare()
-        # Submitting is the work of a server's other threads, so it comes before the clock.
         chosen = self.sampling.generate_kwargs
         handles = [
             engine.submit(ids, seed=number, max_new_tokens=max_new_tokens, **chosen)
@@ -206,28 +218,18 @@ class EngineMethod(BenchMethod):
         if isinstance(self._policy, OraclePolicy):
             for handle, answer in zip(handles, self._answers, strict=True):
                 self._policy.tell(handle.request_id, answer)
-        begin_s = time.perf_counter()
-        while engine.has_requests:
-            engine.step()
-        synchronize(self._device)
-        seconds = time.perf_counter() - begin_s
-        results = [handle.result() for handle in handles]
-        stats = engine.statistics()
-        waits = [
-            result.stats.time_to_first_token_s - result.stats.queue_s
-            for result in results
-            if result.stats.time_to_first_token_s is not None
-        ]
-        latency = stats.token_latency_s
-        return MethodRun(
-            token_ids=[result.token_ids for result in results],
-            generated_tokens=sum(len(result.token_ids) for result in results),
-            seconds=seconds,
-            token_latency=Latency(latency["p50"], latency["p95"]) if latency else None,
-            first_token=Latency.of(waits),
-            stats=stats,
-            cache_memory_bytes=stats.peak_memory_bytes,
-        )
+        return EngineRun(engine, handles)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether others may decode between its rounds. An oracle must know what plain decoding answered."""
+        return not isinstance(self._policy, OraclePolicy)
+
+    def _run(self, prompts: Sequence[list[int]], concurrency: int, max_new_tokens: int) -> MethodRun:
+        run = self.begin(prompts, concurrency, max_new_tokens)
+        while not run.is_over:
+            run.step()
+        return run.result()
 
 
 class GenerateMethod(BenchMethod):

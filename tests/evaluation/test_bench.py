@@ -129,6 +129,19 @@ def test_a_target_the_engine_cannot_serve_names_the_way_out() -> None:
     assert dflash.identical is True
 
 
+def test_engines_in_turns_answer_as_they_do_alone() -> None:
+    steps: list[str] = []
+    settings = {"methods": ["dflash", "transformers", "oracle"], "repeats": 1, "on_step": steps.append}
+    alone, together = (measure(in_turns=in_turns, **settings).rows for in_turns in (False, True))
+    assert [row.method for row in together] == [row.method for row in alone]
+    for one, other in zip(alone, together, strict=True):
+        assert other.identical is True and other.generated_tokens == one.generated_tokens
+        assert other.acceptance_length == one.acceptance_length
+    # What did not wait for others has latencies, also here.
+    assert [row.token_latency_p50_s is None for row in together] == [True, True, False, False]
+    assert "tiny, concurrency 2: plain, dflash in turns, 1 of 1" in steps
+
+
 def test_eos_is_ignored_for_a_while() -> None:
     target = byte_target()
     target.generation_config.eos_token_id = list(range(4, 260))
@@ -146,6 +159,7 @@ def test_eos_is_ignored_for_a_while() -> None:
         ({"concurrencies": [1, 1]}, "one twice"),
         ({"concurrencies": [0]}, "at least one request"),
         ({"repeats": 0}, "`repeats` is 0"),
+        ({"in_turns": True, "via_generate": True}, "exclude each other"),
         ({"max_new_tokens": 4}, "measure the prefill"),
         ({"num_requests": 4, "concurrencies": [1, 8]}, "would never be in flight"),
     ],
