@@ -18,6 +18,9 @@ from typing import Any
 
 from rich.console import Console
 
+from adaflash_hf.errors import AdaFlashError
+from adaflash_hf.training.prompts import read_records
+
 
 INDENT = "    "
 REQUEST = "Complete this Python function:\n\n```python\n{}\n```"
@@ -72,14 +75,6 @@ def stub(record: dict[str, Any]) -> str | None:
     )
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Records of a JSON list or of JSON lines."""
-    text = path.read_text(encoding="utf-8")
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -89,9 +84,9 @@ def main() -> None:
     arguments = parser.parse_args()
 
     try:
-        records = [record for path in arguments.tasks for record in read_records(path)]
-    except (OSError, ValueError) as error:
-        parser.error(f"--tasks cannot be read ({error}); give files of JSON or JSON lines")
+        records = [record for path in arguments.tasks for _, record in read_records(path)]
+    except AdaFlashError as error:
+        parser.error(f"--tasks cannot be read: {error}")
     prompts = list(dict.fromkeys(REQUEST.format(made) for record in records if (made := stub(record))))
     try:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

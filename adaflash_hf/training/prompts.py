@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-__all__ = ["Prompt", "encode_prompts", "prompt_of_record", "read_prompt_file"]
+__all__ = ["Prompt", "encode_prompts", "prompt_of_record", "read_prompt_file", "read_records"]
 
 _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _ENCODING_BATCH = 256
@@ -57,11 +57,38 @@ def read_prompt_file(path: str | Path, domain: str | None = None) -> list[Prompt
     """
     path = Path(path)
     prompts = []
-    for place, record in _records(path):
+    for place, record in read_records(path):
         prompts.append(prompt_of_record(record, place, domain, default_domain=path.stem))
     if not prompts:
         raise InvalidInputError(f"`prompts` is {str(path)!r}, which holds no record; give a file with prompts.")
     return prompts
+
+
+def read_records(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """
+    Read records as they are, whatever their fields.
+
+    Args:
+        path (`str` or `Path`):
+            See [`read_prompt_file`].
+
+    Returns:
+        `Iterator[tuple[str, dict[str, Any]]]`: pairs of a place to name in errors and the record there.
+    """
+    path = Path(path)
+    text = _read_text(path)
+    if text.lstrip().startswith("["):
+        entries = [(f"record {i}", record) for i, record in enumerate(_parsed(text, path), start=1)]
+    else:
+        # Not `splitlines`, which also breaks at characters that stand unescaped in strings, as U+2028.
+        lines = enumerate(text.split("\n"), start=1)
+        entries = [(f"line {i}", _parsed(line, path, i)) for i, line in lines if line.strip()]
+    for place, record in entries:
+        if not isinstance(record, dict):
+            raise InvalidInputError(
+                f"`prompts`: {place} of {path} is a {type(record).__name__}; each record must be a JSON object."
+            )
+        yield f"{place} of {path}", record
 
 
 def prompt_of_record(
@@ -109,23 +136,6 @@ def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
             ids = tokenizer(["\n\n".join(content for _, content in prompt.messages) for prompt in batch])["input_ids"]
         encoded += [list(row) for row in ids]
     return encoded
-
-
-def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Pairs of a place to name in errors and the record there."""
-    text = _read_text(path)
-    if text.lstrip().startswith("["):
-        entries = [(f"record {i}", record) for i, record in enumerate(_parsed(text, path), start=1)]
-    else:
-        # Not `splitlines`, which also breaks at characters that stand unescaped in strings, as U+2028.
-        lines = enumerate(text.split("\n"), start=1)
-        entries = [(f"line {i}", _parsed(line, path, i)) for i, line in lines if line.strip()]
-    for place, record in entries:
-        if not isinstance(record, dict):
-            raise InvalidInputError(
-                f"`prompts`: {place} of {path} is a {type(record).__name__}; each record must be a JSON object."
-            )
-        yield f"{place} of {path}", record
 
 
 def _read_text(path: Path) -> str:

@@ -157,6 +157,7 @@ def test_a_missing_drafter_is_told_in_a_line(
     [
         ("write_code_prompts", {"--tasks": "gone.jsonl", "--out": "stubs"}, "--tasks cannot be read"),
         ("write_code_prompts", {"--tasks": "broken", "--out": "stubs"}, "--tasks cannot be read"),
+        ("write_code_prompts", {"--tasks": "numbers", "--out": "stubs"}, "each record must be a JSON object"),
         ("write_code_prompts", {"--tasks": "tasks", "--out": "tasks/stubs"}, "--out cannot be written"),
         ("write_chat_prompts", {"--out": "tasks/chat"}, "--out cannot be written"),
     ],
@@ -171,6 +172,7 @@ def test_files_that_cannot_be_read_or_written_are_told_in_a_line(
 ) -> None:
     (tmp_path / "tasks").write_text('{"text": "Print it."}\n', encoding="utf-8")
     (tmp_path / "broken").write_text("{", encoding="utf-8")
+    (tmp_path / "numbers").write_text("[1, 2]", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [name, *(word for option in options.items() for word in option)])
     with pytest.raises(SystemExit) as ended:
