@@ -232,12 +232,9 @@ class EngineRounds:
             return drafts
         assert self.drafter is not None
         most_drafted = policy.most_drafted(self._num_running)
-        if most_drafted < self._num_running:
-            # Those whose features are projected already, for the others pay for all of theirs; then the newest, which
-            # live longest.
-            waiting = {index: self.drafter.num_pending(decoding[index].drafter_slot) for index in members}
-            cheapest = sorted(members, key=lambda index: (waiting[index], -index))
-            members = sorted(cheapest[:most_drafted])
+        if most_drafted < len(members):
+            waiting = [self.drafter.num_pending(decoding[index].drafter_slot) for index in members]
+            members = _cheapest_neighbours(members, waiting, most_drafted)
         with self.recorder.phase("draft"):
             self._run_drafter(decoding, members, longest, drafts)
         return drafts
@@ -428,6 +425,16 @@ class EngineRounds:
             round_s=None if started_s is None else time.perf_counter() - started_s,
         )
         self.policy.observe_round(context, outcome)
+
+
+def _cheapest_neighbours(members: list[int], waiting: list[int], count: int) -> list[int]:
+    """So many requests, one after the other, for those that lie side by side are read by one call of the attention.
+
+    Those whose features are projected already, for the others pay for all of theirs; of equals the newest, which live
+    longest.
+    """
+    begin = min(range(len(members) - count, -1, -1), key=lambda begin: sum(waiting[begin : begin + count]))
+    return members[begin : begin + count]
 
 
 def _key(block: Block) -> int:

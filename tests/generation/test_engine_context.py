@@ -182,6 +182,28 @@ def test_a_trial_stays_with_whose_features_are_projected() -> None:
         assert all(after[index] > before[index] for index in range(4) if index not in followed)
 
 
+def test_a_trial_is_one_for_neighbours() -> None:
+    """The two shortest contexts lie apart; of those side by side the cheapest are drafted for, which cost one call."""
+    policy = Keeping(limit=3)
+    engine = AdaFlashEngine(engine_target(), engine_oracle(), length_policy=policy, max_concurrency=5)
+    policy.is_on, policy.is_trying, policy.trial_requests = False, False, 2
+    for length in (4, 12, 6, 7, 12):
+        engine.submit(prompt_ids(length), max_new_tokens=40, do_sample=False)
+    while any(request.state is not RequestState.DECODING for request in requests_of(engine)) or not requests_of(
+        engine
+    ):
+        engine.step()
+    before = [len(request.rounds) for request in requests_of(engine)]
+    policy.is_trying = True
+    engine.step()
+    drafted = [
+        index
+        for index, request in enumerate(requests_of(engine))
+        if any(length > 1 for length, _ in request.rounds[before[index] :])
+    ]
+    assert drafted == [2, 3]
+
+
 def test_nobody_catches_up_for_a_trial() -> None:
     policy = Keeping(limit=1)
     engine = AdaFlashEngine(engine_target(), engine_oracle(), length_policy=policy, max_concurrency=4)
