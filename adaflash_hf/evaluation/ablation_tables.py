@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -114,7 +115,7 @@ def _drafters_table(
         }
     )
     header = ["", "tau", f"against {reference}", *(f"tau {name.removeprefix(_DOMAIN)}" for name in domains)]
-    header += ["spread over domains", "hard loss", "clipped", "seeds", "training s"]
+    header += ["spread over domains", "hard loss", "clipped", "seeds", "training s, median"]
     lines = []
     for label, variant in rows.items():
         runs = by_key.get(variant.key, {})
@@ -133,7 +134,8 @@ def _drafters_table(
                 _over_seeds(runs, "hard_loss"),
                 _over_seeds(runs, "clipped_share"),
                 str(len(runs)),
-                mean_and_spread([run.train_s for run in runs.values()], digits=0),
+                # Not the mean: another process may have held one of them up for minutes.
+                f"{statistics.median(run.train_s for run in runs.values()):.0f}" if runs else "-",
             ]
         )
     return markdown_table(header, lines)
