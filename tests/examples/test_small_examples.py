@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -160,6 +161,8 @@ def test_a_missing_drafter_is_told_in_a_line(
         ("write_code_prompts", {"--tasks": "numbers", "--out": "stubs"}, "each record must be a JSON object"),
         ("write_code_prompts", {"--tasks": "tasks", "--out": "tasks/stubs"}, "--out cannot be written"),
         ("write_chat_prompts", {"--out": "tasks/chat"}, "--out cannot be written"),
+        ("write_maths_prompts", {"--questions": "gone.jsonl", "--out": "new"}, "--questions cannot be read"),
+        ("write_maths_prompts", {"--questions": "tasks", "--out": "new"}, "0 questions have numbers"),
     ],
 )
 def test_files_that_cannot_be_read_or_written_are_told_in_a_line(
@@ -271,3 +274,21 @@ def test_a_solved_task_becomes_a_stub_that_is_asked_as_humaneval_is(tmp_path, mo
     tests = tmp_path / "humaneval.jsonl"
     tests.write_text(json.dumps({"prompt": stub + "\n"}) + "\n", encoding="utf-8")
     assert asked.messages == load_workload("humaneval", tmp_path).prompts[0].messages
+
+
+def test_a_question_is_asked_with_other_numbers(tmp_path, monkeypatch):
+    asked = ["Of 12 eggs, 3 break; 12 - 3 = ?", "Who is she?", "It cost $40.50."]
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"question": text}) + "\n" for text in asked), encoding="utf-8")
+    made = []
+    for seed in ("0", "0", "1"):
+        command = ["write_maths_prompts.py", "--questions", str(questions), "--out", str(tmp_path / "new")]
+        monkeypatch.setattr(sys, "argv", [*command, "--count", "2", "--seed", seed])
+        runpy.run_path(str(EXAMPLES / command[0]), run_name="__main__")
+        made.append([prompt.messages[-1][1] for prompt in read_prompt_file(tmp_path / "new", "maths")])
+    assert made[0] == made[1] != made[2]
+    for prompts in made:
+        cost, eggs = sorted(prompts, key=len)
+        found = re.fullmatch(r"Of ([1-9]\d) eggs, ([1-9]) break; (\d+) - (\d+) = \?", eggs)
+        assert found is not None and found.group(1, 2) == found.group(3, 4) and eggs not in asked
+        assert re.fullmatch(r"It cost \$[1-9]\d\.[1-9]\d\.", cost)
