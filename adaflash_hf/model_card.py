@@ -38,6 +38,8 @@ _EMBEDDED_TARGET = ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0")
 _TAU = "eval_acceptance_length"
 _POSITION = "eval_acceptance_position_"
 _CURVE_POINTS = 8
+# Runs before these, which may be many, are told in a line each.
+_FULL_STAGES = 3
 # Headings of the card under which notes may say something.
 _TRAINING, _LIMITS = "Training", "Intended use and limits"
 
@@ -160,7 +162,7 @@ def build_drafter_card(directory: str | Path, options: CardOptions | None = None
         limits_notes=notes.get(_LIMITS, ""),
         **_shape(config, directory),
         **_results(tau, metrics, record),
-        stages=[_stage(stage, number) for number, stage in enumerate(_stages(record), start=1)],
+        **_stages(record),
     )
 
 
@@ -278,14 +280,12 @@ def _num_parameters(config: DFlashDrafterConfig) -> str:
     return f"{count / 1e6:.1f}M" if count >= 1e5 else f"{count / 1e3:.1f}k"
 
 
-def _datasets(record: Mapping[str, Any] | None) -> list[str]:
+def _datasets(record: Mapping[str, Any]) -> list[str]:
     """Hub data sets of all stages."""
-    found: list[str] = []
-    while record:
-        for source in record.get("data", {}).get("sources", []):
-            found += source.get("provenance", {}).get("datasets", [])
-        record = record.get("previous")
-    return sorted(set(found))
+    from .training.run_stages import stages_of
+
+    sources = [source for stage in stages_of(record) for source in stage.get("data", {}).get("sources", [])]
+    return sorted({name for source in sources for name in source.get("provenance", {}).get("datasets", [])})
 
 
 def _eval_results(tau: Mapping[str, float], record: Mapping[str, Any]) -> list[EvalResult]:
@@ -331,16 +331,19 @@ def _percent(shares: Sequence[float]) -> str:
     return ", ".join(f"{share:.0%}" for share in shares)
 
 
-def _stages(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Records of the runs that led here, the first one first."""
-    chain: list[Mapping[str, Any]] = []
-    while record:
-        chain.insert(0, record)
-        record = record.get("previous") or {}
-    return chain
+def _stages(record: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The runs that led here, the first one first: the last few of them in full, those before in a line each."""
+    from .training.run_stages import stages_of
+
+    if not record:
+        return {"earlier_stages": [], "stages": []}
+    first = 1 + record.get("previous_omitted", 0)
+    stages = [_stage(stage, first + i, is_first=i == 0) for i, stage in enumerate(stages_of(record))]
+    lines = [f"{stage['title']}; {stage['begun']}; commit {stage['commit']}." for stage in stages[:-_FULL_STAGES]]
+    return {"earlier_stages": lines, "stages": stages[-_FULL_STAGES:]}
 
 
-def _stage(record: Mapping[str, Any], number: int) -> dict[str, str]:
+def _stage(record: Mapping[str, Any], number: int, *, is_first: bool) -> dict[str, str]:
     settings, outcome = record["settings"], record.get("outcome", {})
     parts = {None: "drafter and length head", "drafter": "the drafter", "length-head": "the length head alone"}
     what = parts.get(settings.get("only"), str(settings.get("only")))
@@ -348,13 +351,17 @@ def _stage(record: Mapping[str, Any], number: int) -> dict[str, str]:
         what = f"{what}, by an adapter of rank {settings['lora_rank']} that is merged here"
     begun = "started from the target's last layers"
     if settings.get("init") is not None:
-        known = record.get("previous") is not None
-        begun = "went on from the stage before" if known else f"went on from {Path(settings['init']).name}"
+        begun = f"went on from {Path(settings['init']).name}" if is_first else "went on from the stage before"
+    begun += _duration(outcome)
+    if "checkpoint" in record:
+        begun += f"; the next stage began with its {record['checkpoint']}"
     listed = ", ".join(f"{name} {version}" for name, version in record.get("versions", {}).items())
     commit = f", commit {record['git_commit']}" if record.get("git_commit") else ""
     return {
         "title": f"Stage {number}: {what}",
-        "start": f"Trained: {what}; {begun}{_duration(outcome)}.",
+        "begun": begun,
+        "commit": record.get("git_commit") or "unknown",
+        "start": f"Trained: {what}; {begun}.",
         "data": _describe_data(record.get("data", {})),
         "settings": _settings_table(settings, record.get("reasons", {})),
         "command": _command(record.get("argv", [])),

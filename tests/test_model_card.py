@@ -124,6 +124,25 @@ def test_stages_are_told_in_order(directory):
     assert "went on from y" in build_drafter_card(directory).content
 
 
+def test_of_many_stages_the_older_are_told_in_a_line_each(directory):
+    previous = [record() for _ in range(4)]
+    previous[1] |= {"settings": {"init": "runs/x", "only": "drafter"}, "git_commit": None}
+    previous[1]["checkpoint"] = "checkpoint-9"
+    (directory / "run.json").write_text(json.dumps(record(previous=previous, previous_omitted=2)))
+    card = build_drafter_card(directory)
+    text = card.content
+    for line in (
+        "- Stage 3: drafter and length head; started from the target's last layers; 200 steps in 2.0 h, evaluations "
+        "included; commit f00d.\n",
+        "- Stage 4: the drafter; went on from the stage before; 200 steps in 2.0 h, evaluations included; the next "
+        "stage began with its checkpoint-9; commit unknown.\n\n",
+        "### Stage 5: drafter and length head\n\nTrained",
+    ):
+        assert line in text, line
+    assert "### Stage 4" not in text and text.count("### Stage") == 3
+    assert card.data.datasets == ["org/questions"]
+
+
 def test_tables_and_results_of_others_are_taken_in(directory):
     result = EvalResult(
         task_type="text-generation",

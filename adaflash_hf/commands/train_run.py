@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainingRun"]
 
-CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 _CONFIDENCE_HEAD = "confidence-head"
 # Of the drafter, in the record of a run.
@@ -110,6 +109,7 @@ class TrainingRun:
         """For the checkpoints that are kept, the one that is written before the oldest goes, and the drafter."""
         from ..output_places import check_room
         from ..training.estimates import checkpoint_bytes
+        from ..training.run_records import CHECKPOINTS
 
         args = trainer.args
         weights = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -323,6 +323,7 @@ class TrainingRun:
 
         from ..embedded_target import default_dtype
         from ..training.recipes import schedule_arguments
+        from ..training.run_records import CHECKPOINTS
         from ..training.training_arguments import DrafterTrainingArguments
 
         values = {setting.name: setting.value for setting in settings}
@@ -364,7 +365,8 @@ class TrainingRun:
     def _record(self, trainer: DrafterTrainer, drafter: DFlashDrafterModel | PeftModel) -> None:
         """Write how the run is done, or check that the run to resume was done so."""
         from ..training.drafter_trainer import last_complete_checkpoint
-        from ..training.run_records import RUN_FILE, data_record, machine_record, read_run_record, write_run_record
+        from ..training.run_records import CHECKPOINTS, RUN_FILE, data_record, machine_record, write_run_record
+        from ..training.run_stages import EARLIER
 
         settings = {
             "target": self.target,
@@ -381,8 +383,10 @@ class TrainingRun:
         }
         settings = json.loads(json.dumps(settings))
         path = self.out / RUN_FILE
+        earlier: dict[str, Any] | None = None
         if self.resume and path.exists() and last_complete_checkpoint(self.out / CHECKPOINTS) is not None:
-            stored = json.loads(path.read_text(encoding="utf-8"))["settings"]
+            record = json.loads(path.read_text(encoding="utf-8"))
+            stored, earlier = record["settings"], {name: record[name] for name in EARLIER if name in record}
             different = [name for name in settings if stored.get(name) != settings[name]]
             if different:
                 listed = ", ".join(f"{name}: {stored.get(name)!r} there, {settings[name]!r} now" for name in different)
@@ -395,10 +399,23 @@ class TrainingRun:
                 "reasons": {decision.name: decision.reason for decision in self.decisions},
                 "data": data_record(trainer.train_dataset, trainer.eval_dataset, self.trajectories),
                 "machine": machine_record(trainer.args.device, trainer.args.world_size),
-                "previous": None if self.init is None else read_run_record(self.init),
+                **(self._earlier_stages() if earlier is None else earlier),
             }
             write_run_record(path, sys.argv, settings, more)
             self._write_config()
+
+    def _earlier_stages(self) -> dict[str, Any]:
+        from ..training.run_stages import earlier_stages
+
+        if self.init is None:
+            return {}
+        earlier = earlier_stages(self.init, self.out)
+        if not earlier["previous"]:
+            self.console.print(
+                f"{self.init} has no run.json of its training, so the records of this drafter begin with this run.",
+                highlight=False,
+            )
+        return earlier
 
     def _write_config(self) -> None:
         """The options with which `--config` repeats this run; those with a default that depends have their value."""
@@ -417,7 +434,7 @@ class TrainingRun:
         from ..embedded_target import without_progress_bars
         from ..training.drafter_trainer import last_complete_checkpoint
         from ..training.estimates import estimate_training
-        from ..training.run_records import write_outcome
+        from ..training.run_records import CHECKPOINTS, write_outcome
         from .train_display import describe_estimate, results_table
 
         self.console.print(describe_estimate(estimate_training(trainer)), highlight=False)

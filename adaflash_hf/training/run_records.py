@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "CHECKPOINTS",
     "CONFIG_FILE",
     "LOG_FILE",
     "METRICS_FILE",
@@ -43,6 +44,7 @@ __all__ = [
     "write_run_record",
 ]
 
+CHECKPOINTS = "checkpoints"
 RUN_FILE = "run.json"
 CONFIG_FILE = "train_config.yaml"
 LOG_FILE = "training_log.jsonl"

@@ -66,6 +66,8 @@ def test_from_scratch_then_on_then_the_head_alone(directory, tmp_path, capsys):
     card = (third / "README.md").read_text()
     assert card.index("Stage 1: drafter and length head") < card.index("Stage 2") < card.index("Stage 3: the length")
     assert str(tmp_path) not in card
+    previous = json.loads((third / "run.json").read_text())["previous"]
+    assert [record["settings"]["init"] for record in previous] == [None, str(first)]
 
 
 def test_blocks_of_a_new_or_old_drafter_become_causal(directory, tmp_path, capsys):
@@ -103,8 +105,10 @@ def test_heads_on_a_drafter_trained_for_acceptance(directory, tmp_path, capsys):
     assert head.config.draft_length == 3 and head.dtype == torch.bfloat16
     assert not (confidence / "README.md").exists()
     labels = ("--only", "length-head", "--length-labels", "truncated")
+    (drafter / "run.json").unlink()
     assert run(directory, truncated, "--init", drafter, *labels) == 0
     assert json.loads((truncated / "run.json").read_text())["settings"]["length_labels"] == "truncated"
+    assert "has no run.json of its training" in " ".join(capsys.readouterr().out.split())
     assert DFlashDrafterModel.from_pretrained(truncated).length_head is not None
 
 
