@@ -105,6 +105,7 @@ def results_table(metrics: Mapping[str, float]) -> Table:
             table.add_row(f"first {key.removeprefix(_POSITION_PREFIX)} drafts accepted", f"{value:.1%}")
     if "eval_length_head_error" in metrics:
         table.add_row("length head, mean error as a share of the block", f"{metrics['eval_length_head_error']:.3f}")
+        table.add_row("length head, how much too much it expects", f"{metrics['eval_length_head_bias']:+.3f}")
     if "eval_confidence_head_error" in metrics:
         error = metrics["eval_confidence_head_error"]
         table.add_row("confidence head, mean error as a share of the block", f"{error:.3f}")

@@ -79,11 +79,13 @@ class LengthEstimate:
     Attributes:
         mean_absolute_error: As a share of the block, as length heads are trained and logged.
         mean_absolute_error_tokens: In tokens.
+        bias_tokens: How many tokens too many are expected on average.
         correlation: Pearson's, with the verdict; None for an estimate that never varies.
     """
 
     mean_absolute_error: float
     mean_absolute_error_tokens: float
+    bias_tokens: float
     correlation: float | None
 
 
@@ -216,10 +218,10 @@ def estimate_quality(expected: torch.Tensor, blocks: JudgedBlocks) -> LengthEsti
             The blocks.
     """
     expected, committed = expected.double().cpu(), blocks.accepted.double().cpu() + 1
-    error = (expected - committed).abs().mean().item()
+    error, bias = (expected - committed).abs().mean().item(), (expected - committed).mean().item()
     varies = expected.std(correction=0) > 1e-9 and committed.std(correction=0) > 0
     correlation = torch.corrcoef(torch.stack([expected, committed]))[0, 1].item() if varies else None
-    return LengthEstimate(error / blocks.block_size, error, correlation)
+    return LengthEstimate(error / blocks.block_size, error, bias, correlation)
 
 
 def _choice(setting: str, lengths: torch.Tensor, blocks: JudgedBlocks) -> LengthChoice:
@@ -343,7 +345,7 @@ def head_sections(report: Mapping[str, Any]) -> list[str]:
         `list[str]`: one paragraph, heading or table each
     """
     estimates = [
-        [name, row["mean_absolute_error_tokens"], row["mean_absolute_error"], row["correlation"]]
+        [name, row["mean_absolute_error_tokens"], row["mean_absolute_error"], row["bias_tokens"], row["correlation"]]
         for name, row in report["estimates"].items()
     ]
     choices = [
@@ -362,7 +364,10 @@ def head_sections(report: Mapping[str, Any]) -> list[str]:
         f"{report['blocks']:,} held-out blocks of {report['block_size']} rows, whose verdict over the full block is "
         f"known by hindsight (greedy); verified in full they commit {report['acceptance_length']:.3f} tokens each.",
         "## How close the estimates come",
-        markdown_table(["", "error (tokens)", "error (share of the block)", "correlation"], estimates),
+        markdown_table(
+            ["", "error (tokens)", "error (share of the block)", "too many expected (tokens)", "correlation"],
+            estimates,
+        ),
         "## What verifying so many rows keeps",
         "Rows count the anchor, and at least two are verified. Kept is the share of the drafts accepted in full "
         "blocks that are among the rows verified. The oracle verifies exactly what is accepted.",

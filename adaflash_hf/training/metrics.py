@@ -79,7 +79,7 @@ class DraftMetrics:
         self.accepted_at = zeros(draft_length)
         self.loss_sums = zeros(4)
         self.loss_weight = zeros(1)
-        self.head_sums = zeros(2)
+        self.head_sums = zeros(3)
         self.head_blocks = zeros(1)
         self.confidence_sums = zeros(2)
         self.confidence_counts = zeros(2)
@@ -128,7 +128,7 @@ class DraftMetrics:
                 Hindsight labels of the same blocks.
         """
         error = (ratio - labels).double()
-        self.head_sums += torch.stack([error.abs().sum(), error.square().sum()])
+        self.head_sums += torch.stack([error.abs().sum(), error.square().sum(), error.sum()])
         self.head_blocks += len(error)
 
     def add_confidence(
@@ -171,7 +171,8 @@ class DraftMetrics:
         Returns:
             `dict[str, float]`: `acceptance_length` (bonus included; overall, by domain, and the spread between the
             best and the worst domain), `acceptance_position_<i>` (share of blocks whose first i drafts were accepted),
-            losses in nats, and errors of the heads as a share of the block.
+            losses in nats, and errors of the heads as a share of the block; a length head's bias is positive if it expects
+            too much, as it does where it has learned from what its drafter knows by heart.
         """
         values: dict[str, float] = {}
         blocks = self.blocks.sum().item()
@@ -192,9 +193,10 @@ class DraftMetrics:
             means = (self.loss_sums / self.loss_weight).tolist()
             values |= dict(zip(("loss", "hard_loss", "divergence", "clipped_share"), means, strict=True))
         if self.head_blocks.item():
-            absolute, squared = (self.head_sums / self.head_blocks).tolist()
+            absolute, squared, signed = (self.head_sums / self.head_blocks).tolist()
             values["length_head_error"] = absolute
             values["length_head_loss"] = squared
+            values["length_head_bias"] = signed
         if self.confidence_counts.min().item():
             loss, error = (self.confidence_sums / self.confidence_counts).tolist()
             values["confidence_head_loss"] = loss

@@ -30,10 +30,11 @@ def test_tables_show_values_and_reasons():
         "eval_acceptance_length_spread": 0.25,
         "eval_acceptance_position_1": 0.75,
         "eval_length_head_error": 0.125,
+        "eval_length_head_bias": 0.0625,
         "eval_loss": 9.0,
     }
     text = printed(results_table(metrics))
-    for expected in ("tau", "2.345", "math", "2.500", "first 1 drafts accepted", "75.0%", "0.125"):
+    for expected in ("tau", "2.345", "math", "2.500", "first 1 drafts accepted", "75.0%", "0.125", "+0.06"):
         assert expected in text
     assert "9.0" not in text
 

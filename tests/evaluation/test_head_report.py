@@ -36,6 +36,7 @@ def test_quality_of_an_estimate_by_hand():
     quality = estimate_quality(torch.tensor([2.0, 2.0, 2.0]), blocks_with([0, 1, 3]))
     assert quality.mean_absolute_error_tokens == pytest.approx(1.0)
     assert quality.mean_absolute_error == pytest.approx(0.25) and quality.correlation is None
+    assert quality.bias_tokens == pytest.approx(-1 / 3)
     assert estimate_quality(torch.tensor([1.0, 2.0, 4.0]), blocks_with([0, 1, 3])).correlation == pytest.approx(1.0)
     assert estimate_quality(torch.tensor([3.0, 2.0, 0.0]), blocks_with([0, 1, 3])).correlation == pytest.approx(-1.0)
 
@@ -89,7 +90,7 @@ def test_a_head_that_says_half_a_block(target):
     assert rows["confidence, threshold"] == [2, 3] and rows["fixed length"] == [2, 3, 4]
     text = "\n".join(head_sections(report))
     assert "| length, scale 1.5 | 3.000 | 0.250 | 0.750 | 0.750 | 2.000 |" in text
-    assert "| constant | 1.167 | 0.292 | - |" in text
+    assert "| constant | 1.167 | 0.292 | 0.167 | - |" in text
 
 
 def test_blocks_are_those_of_training(target, tmp_path):

@@ -55,6 +55,7 @@ def test_metrics_by_hand():
     assert values["eval_acceptance_position_2"] == pytest.approx(1 / 3)
     assert values["eval_loss"] == 2.5 and values["eval_hard_loss"] == 1
     assert values["eval_length_head_error"] == 0.375
+    assert values["eval_length_head_bias"] == -0.125  # a quarter too much, a half too little
     assert values["eval_length_head_loss"] == pytest.approx((0.0625 + 0.25) / 2)
 
 
