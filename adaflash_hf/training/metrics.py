@@ -171,8 +171,8 @@ class DraftMetrics:
         Returns:
             `dict[str, float]`: `acceptance_length` (bonus included; overall, by domain, and the spread between the
             best and the worst domain), `acceptance_position_<i>` (share of blocks whose first i drafts were accepted),
-            losses in nats, and errors of the heads as a share of the block; a length head's bias is positive if it expects
-            too much, as it does where it has learned from what its drafter knows by heart.
+            losses in nats, and errors of the heads as a share of the block. The bias of a length head is positive if
+            it expects too much, as it does where it has learned from what its drafter knows by heart.
         """
         values: dict[str, float] = {}
         blocks = self.blocks.sum().item()
