@@ -42,6 +42,7 @@ __all__ = [
     "embedded_target_directory",
     "load_target",
     "loading_target",
+    "resolve_device",
     "target_cache_directory",
     "without_progress_bars",
 ]
@@ -97,7 +98,7 @@ def load_target(
         InvalidInputError: `name_or_path` cannot be loaded, or `dtype` is unknown.
     """
     report = on_progress if on_progress is not None else _ignore_progress
-    torch_device = _resolve_device(device)
+    torch_device = resolve_device(device)
     torch_dtype = _resolve_dtype(dtype, torch_device)
     if os.fspath(name_or_path) == EMBEDDED_TARGET_NAME:
         loaded = _load_embedded(torch_dtype, report)
@@ -107,6 +108,28 @@ def load_target(
     # Decoder-only models continue from the right end of a row, so batches are padded on the left.
     loaded.tokenizer.padding_side = "left"
     return loaded
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """
+    Where a model goes; refused if this machine has no such device.
+
+    Args:
+        device (`str` or `torch.device`, *optional*):
+            By default the first CUDA device if there is one, otherwise the CPU.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+        torch.empty(1, device=resolved)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        # A build without the device's backend says so by an assertion; the last lines are for developers of torch.
+        raise InvalidInputError(
+            f"`device` is {str(device)!r}, which cannot be used here ({str(error).splitlines()[0]}). Pass one that "
+            "this machine and this build of torch have, such as 'cpu', or none to have it chosen."
+        ) from error
+    return resolved
 
 
 def default_dtype(device: str | torch.device) -> torch.dtype:
@@ -154,21 +177,6 @@ def target_cache_directory() -> Path:
 
 def _ignore_progress(message: str) -> None:
     del message
-
-
-def _resolve_device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        resolved = torch.device(device)
-        torch.empty(1, device=resolved)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # A build without the device's backend says so by an assertion; the last lines are for developers of torch.
-        raise InvalidInputError(
-            f"`device` is {str(device)!r}, which cannot be used here ({str(error).splitlines()[0]}). Pass one that "
-            "this machine and this build of torch have, such as 'cpu', or none to have it chosen."
-        ) from error
-    return resolved
 
 
 def _resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from ..evaluation.ablations import AblationData, AblationSettings
     from ..modeling_dflash_drafter import DFlashDrafterModel
+    from ..training.trajectory_dataset import TrajectoryDataset
 
 
 __all__ = ["app"]
@@ -116,8 +117,10 @@ def objectives(
 
     from ..embedded_target import load_target
     from ..evaluation.ablation_variants import ablation_variants
+    from ..evaluation.ablations import read_finished_runs
     from ..output_places import check_writable
     from ..training.run_records import write_run_record
+    from ..training.trajectory_dataset import add_target_features, check_stored_features
 
     if (init is None) != from_scratch:
         raise InvalidInputError(
@@ -129,32 +132,43 @@ def objectives(
         wanted.append(Compare.HEADS)
     if Compare.HEADS in wanted and head_drafter is None:
         raise InvalidInputError("`--compare heads` needs a trained drafter; pass it with --head-drafter.")
+    rates = {"learning_rate": learning_rate, "head_learning_rate": head_learning_rate}
+    for name, rate in rates.items():
+        if rate is not None and not rate > 0:
+            raise InvalidInputError(f"`{name}` is {rate}; it must be above 0.")
+    sizes = {name: size for name, size in {"num_hidden_layers": layers, "block_size": block_size}.items() if size}
+    if init is not None and sizes:
+        raise InvalidInputError(f"`--init` is {init!r}, whose sizes are settled; leave out {', '.join(sizes)}.")
     check_writable(out)
-    console = Console(markup=False)  # names and places may have brackets
-    target_model, tokenizer = load_target(target, dtype.value, device=device, on_progress=console.print)
-    sizes = {"num_hidden_layers": layers, "block_size": block_size}
-    new_drafter = _starts(init, {name: size for name, size in sizes.items() if size}, target_model, tokenizer)
-    trained = (
-        _load_float32(head_drafter, "--head-drafter") if Compare.HEADS in wanted and head_drafter is not None else None
-    )
-    example = new_drafter(0)
-    data = _split(target_model, trajectories, example.config.target_layer_ids, max_tokens, held_out, features)
+    data = _read(trajectories, max_tokens, held_out)
+    dataset: Any = data.train.dataset
     given = {
         "vocabulary_size": vocabulary_size,
         "batch_size": batch_size,
         "anchors": anchors,
         "learning_rate": learning_rate,
     }
-    fixed = {
-        "start": _describe_start(init, example),
-        "trained": head_drafter if trained is not None else None,
+    fixed: dict[str, Any] = {
+        "trained": head_drafter if Compare.HEADS in wanted else None,
         "trajectories": [str(path) for path in trajectories],
+        "train_trajectories": len(data.train),
+        "held_out_trajectories": len(data.held_out),
         "steps": steps,
         "head_steps": head_steps,
         "head_learning_rate": head_learning_rate,
         "eval_anchors": eval_anchors,
     }
-    common = _settings(given, fixed, init is None, target_model, example, data)
+    read_finished_runs(out / RUNS, fixed)
+    started = None if init is None else _load_float32(init, "--init")
+    trained = None if fixed["trained"] is None else _load_float32(fixed["trained"], "--head-drafter")
+    check_stored_features(dataset, features.value, None if started is None else started.config.target_layer_ids)
+    console = Console(markup=False)  # names and places may have brackets
+    target_model, tokenizer = load_target(target, dtype.value, device=device, on_progress=console.print)
+    new_drafter = _starts(started, sizes, target_model, tokenizer)
+    example = new_drafter(0)
+    add_target_features(dataset, target_model, example.config.target_layer_ids, features.value)
+    fixed["start"] = _describe_start(init, example)
+    common = _settings(given, fixed, init is None, target_model, example, dataset)
     comparisons = ablation_variants(
         [name.value for name in wanted], vocabulary_sizes or [2048, 8192, 0], common.vocabulary_size or 0
     )
@@ -189,11 +203,20 @@ def length_head(
     from ..modeling_confidence_head import ConfidenceHeadModel
     from ..modeling_length_head import LengthHeadModel
     from ..output_places import check_writable
-    from .loading import find_drafter, load_beside, load_drafter
+    from ..training.trajectory_dataset import add_target_features, check_stored_features
+    from .loading import check_checkpoint, find_drafter, load_beside, load_drafter
 
     drafter = find_drafter(target, drafter)
     named_heads, named_confidences = _named(head, "--head"), _named(confidence_head, "--confidence-head")
     check_writable(out)
+    data = _read(trajectories, max_tokens, held_out)
+    dataset: Any = data.train.dataset
+    layer_ids = check_checkpoint(drafter).target_layer_ids
+    for path in named_heads.values():
+        check_checkpoint(path, "--head", LengthHeadModel)
+    for path in named_confidences.values():
+        check_checkpoint(path, "--confidence-head", ConfidenceHeadModel)
+    check_stored_features(dataset, features.value, layer_ids)
     console = Console(markup=False)  # names and places may have brackets
     target_model, _ = load_target(target, dtype.value, device=device, on_progress=console.print)
     model = load_drafter(drafter, target_model)
@@ -203,7 +226,7 @@ def length_head(
         name: load_beside(ConfidenceHeadModel, path, target_model, "--confidence-head")
         for name, path in named_confidences.items()
     }
-    data = _split(target_model, trajectories, model.config.target_layer_ids, max_tokens, held_out, features)
+    add_target_features(dataset, target_model, layer_ids, features.value)
     # The constant comes from blocks that nothing else is judged on.
     judged, calibration = (
         report.collect_blocks(model, target_model, rows, anchors_per_trajectory=eval_anchors)
@@ -249,22 +272,15 @@ def _named(values: list[str] | None, option: str) -> dict[str, str]:
     return named
 
 
-def _split(
-    target_model: PreTrainedModel,
-    trajectories: list[Path],
-    layer_ids: list[int],
-    max_tokens: int,
-    held_out: int,
-    features: options.Features,
-) -> AblationData:
+def _read(trajectories: list[Path], max_tokens: int, held_out: int) -> AblationData:
     from torch.utils.data import Subset
 
     from ..evaluation.ablations import AblationData
-    from ..training.trajectory_dataset import open_trajectories, split_by_prompt
+    from ..training.trajectory_dataset import TrajectoryDataset, split_by_prompt
 
     if held_out < 1:
         raise InvalidInputError(f"`--held-out` is {held_out}; hold out at least one trajectory to judge on.")
-    dataset, _ = open_trajectories(target_model, trajectories, layer_ids, features.value, max_tokens=max_tokens)
+    dataset = TrajectoryDataset(trajectories, max_tokens=max_tokens)
     train, judged = split_by_prompt(dataset, held_out)
     return AblationData(Subset(dataset, train), Subset(dataset, judged))
 
@@ -281,7 +297,7 @@ def _load_float32(name_or_path: str, option: str) -> DFlashDrafterModel:
 
 
 def _starts(
-    init: str | None,
+    init: DFlashDrafterModel | None,
     fields: dict[str, Any],
     target_model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -295,10 +311,7 @@ def _starts(
     from ..training import initialization
 
     if init is not None:
-        if fields:
-            raise InvalidInputError(f"`--init` is {init!r}, whose sizes are settled; leave out {', '.join(fields)}.")
-        loaded = _load_float32(init, "--init")
-        return lambda seed: copy.deepcopy(loaded)
+        return lambda seed: copy.deepcopy(init)
     mask_token_id = initialization.choose_mask_token_id(target_model, tokenizer)
     fields = {"block_size": 8 if target_model.device.type == "cpu" else 16, **fields}
     config = initialization.drafter_config_for_target(target_model, mask_token_id=mask_token_id, **fields)
@@ -325,7 +338,7 @@ def _settings(
     is_new: bool,
     target_model: PreTrainedModel,
     drafter: DFlashDrafterModel,
-    data: AblationData,
+    dataset: TrajectoryDataset,
 ) -> AblationSettings:
     """What is not given is as `adaflash train` would have it."""
     import torch
@@ -334,7 +347,6 @@ def _settings(
     from ..evaluation.ablations import AblationSettings
     from ..training.recipes import Situation, decide
 
-    dataset: Any = data.train.dataset
     situation = Situation(
         start="scratch" if is_new else "init",
         on_cpu=target_model.device.type == "cpu",
@@ -346,8 +358,6 @@ def _settings(
     values = {decision.name: decision.value for decision in decide(situation, {"optimizer": "adamw", **given})}
     return AblationSettings(
         **fixed,
-        train_trajectories=len(data.train),
-        held_out_trajectories=len(data.held_out),
         batch_size=values["batch_size"],
         anchors=values["anchors"],
         learning_rate=values["learning_rate"],

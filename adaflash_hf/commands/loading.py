@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LoadedModels",
+    "check_checkpoint",
     "check_target",
     "find_baseline",
     "find_drafter",
@@ -69,20 +70,57 @@ def find_drafter(target: str, drafter: str | None) -> str:
     return str(directory)
 
 
-def check_target(target: str) -> None:
+def check_target(target: str, option: str = "--target") -> None:
     """
     Say that a target is not there before anything is begun that would load it. Only its config.json is read.
 
     Args:
         target (`str`):
-            Value of `--target`.
+            Hub id or directory.
+        option (`str`, *optional*, defaults to `"--target"`):
+            What the user named it by.
     """
     if target == EMBEDDED_TARGET_NAME:
         return
     from transformers import AutoConfig
 
-    with loading_target(target, "--target"), hub_or_cache(target):
+    with loading_target(target, option), hub_or_cache(target):
         AutoConfig.from_pretrained(target, trust_remote_code=False)
+
+
+def check_checkpoint(
+    name_or_path: str, option: str = "--drafter", model_class: Any = None, length_policy: str | None = None
+) -> Any:
+    """
+    Refuse what is no drafter or head, or not a whole one, before a target is loaded for it. Of its weights only names
+    and shapes are read.
+
+    Args:
+        name_or_path (`str`):
+            Hub id or directory.
+        option (`str`, *optional*, defaults to `"--drafter"`):
+            What the user named it by.
+        model_class (`type`, *optional*):
+            Its class; by default a drafter's.
+        length_policy (`str`, *optional*):
+            What the drafter must have the head for.
+
+    Returns:
+        `PreTrainedConfig`: its configuration.
+    """
+    from ..adapter_loading import base_of_adapter
+    from ..checkpoint_loading import read_checkpoint
+    from ..generation.length_policies import check_length_policy
+    from ..modeling_dflash_drafter import DFlashDrafterModel
+
+    with loading_checkpoint(name_or_path, option):
+        place: str = name_or_path
+        arguments: dict[str, Any] = {}
+        while (base := base_of_adapter(place, arguments)) is not None:
+            place, arguments = base.name_or_path, base.load_arguments({})
+        config = read_checkpoint(model_class or DFlashDrafterModel, place, None, arguments).config
+    check_length_policy(length_policy, config)
+    return config
 
 
 def load_drafter(name_or_path: str, target_model: PreTrainedModel, option: str = "--drafter") -> DFlashDrafterModel:
@@ -122,7 +160,13 @@ def load_beside(model_class: Any, name_or_path: str, target_model: PreTrainedMod
 
 
 def load_models(
-    target: str, drafter: str | None, dtype: str, device: str | None, prepack: bool, console: Console
+    target: str,
+    drafter: str | None,
+    dtype: str,
+    device: str | None,
+    prepack: bool,
+    console: Console,
+    length_policy: str | None = None,
 ) -> LoadedModels:
     """
     Load target, tokenizer and drafter.
@@ -140,9 +184,14 @@ def load_models(
             Value of `--prepack`.
         console (`rich.console.Console`):
             Where progress is shown; not standard output, which belongs to the response.
+        length_policy (`str`, *optional*):
+            Value of `--length-policy`.
     """
-    # Before the target: a missing drafter should not cost the user the loading time.
+    # Before the target: a wrong drafter should not cost the user the loading time.
     drafter_path = find_drafter(target, drafter)
+    with loading_target(target):  # says so where the two are mixed up
+        pass
+    check_checkpoint(drafter_path, length_policy=length_policy)
     with _reporting_progress(console, downloads=target != EMBEDDED_TARGET_NAME) as report:
         target_model, tokenizer = load_target(target, dtype, device=device, on_progress=report)
     drafter_model = load_drafter(drafter_path, target_model)

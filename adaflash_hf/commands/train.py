@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -80,7 +79,8 @@ def train(
     Where no default is shown, it depends on what is trained and where; a run prints each with its reason.
     """
     from .train_lora import lora_options
-    from .train_run import TrainingRun
+    from .train_request import TrainRequest
+    from .train_run import TrainRun
 
     del config, list_presets  # their callbacks have done it
     start = _start(init, from_scratch, only)
@@ -108,7 +108,6 @@ def train(
         "warmup_steps": warmup_steps,
         "decay_fraction": decay_fraction,
     }
-    _check_held_out(held_out, trajectories)
     if start == "scratch" and not from_scratch and os.environ.get("RANK", "0") == "0":
         typer.echo(
             "A new drafter will be trained: neither --init nor --from-scratch was given. --init goes on with an "
@@ -120,7 +119,7 @@ def train(
         "target_layer_ids": parse_layer_ids(target_layer_ids),
         "mask_token_id": mask_token_id,
     }
-    TrainingRun(
+    request = TrainRequest(
         start=start,
         target=target,
         dtype=dtype.value,
@@ -148,7 +147,8 @@ def train(
         private=private,
         license=license,
         options={**context.params, "target": target},
-    ).execute()
+    )
+    TrainRun(request).execute()
 
 
 def _start(init: str | None, from_scratch: bool, only: options.Only | None) -> Any:
@@ -159,14 +159,6 @@ def _start(init: str | None, from_scratch: bool, only: options.Only | None) -> A
             raise InvalidInputError(f"`--only` is {only.value!r}, which needs a trained drafter; pass it with --init.")
         return only.value.replace("-", "_")
     return "scratch" if init is None else "init"
-
-
-def _check_held_out(num_held_out: int, directories: list[Path]) -> None:
-    """Before any model is loaded; responses that are too short, which only reading shows, may make fewer of them."""
-    from ..training.trajectories import count_trajectories
-    from ..training.trajectory_dataset import check_held_out
-
-    check_held_out(num_held_out, count_trajectories(directories))
 
 
 def _preset(name: str | None, init: str | None) -> DrafterPreset | None:

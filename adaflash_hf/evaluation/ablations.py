@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
 
-__all__ = ["HEAD", "AblationData", "AblationSettings", "FinishedRun", "planned_runs", "run_ablations"]
+__all__ = [
+    "HEAD",
+    "AblationData",
+    "AblationSettings",
+    "FinishedRun",
+    "planned_runs",
+    "read_finished_runs",
+    "run_ablations",
+]
 
 # Name of the trained head in a run's own report.
 HEAD = "head"
@@ -146,6 +154,31 @@ def planned_runs(comparisons: Mapping[str, Mapping[str, Variant]], seeds: Sequen
     return [(variant, seed) for seed in seeds for variant in variants.values()]
 
 
+def read_finished_runs(directory: Path, common: Mapping[str, Any]) -> dict[tuple[str, int], FinishedRun]:
+    """
+    All runs kept in a directory by variant and seed, also those that are not asked for: they end up in the same
+    results.
+
+    Args:
+        directory (`Path`):
+            Where finished runs are kept.
+        common (`Mapping[str, Any]`):
+            What they must have in common, as far as it is known: fields of [`AblationSettings`].
+
+    Raises:
+        InvalidInputError: one was done otherwise.
+    """
+    runs = {}
+    expected = json.loads(json.dumps(dict(common)))
+    for path in sorted(directory.glob("*-seed*.json")):
+        run = FinishedRun(**json.loads(path.read_text(encoding="utf-8")))
+        # What only heads have in common may be settled later than the drafters' runs.
+        relevant = expected.keys() - (_OF_HEADS if run.head is None else set())
+        _refuse_difference(path.name, run.common, expected, relevant)
+        runs[run.key, run.seed] = run
+    return runs
+
+
 def run_ablations(
     runs: Sequence[tuple[Variant, int]],
     new_drafter: Callable[[int], DFlashDrafterModel],
@@ -183,7 +216,7 @@ def run_ablations(
     heads = [variant.key for variant, _ in runs if variant.head_of_trained]
     if heads and trained_drafter is None:
         raise InvalidInputError(f"`trained_drafter` is None, but {heads[0]!r} trains a head on one; pass it.")
-    stored = _read_all(directory, common)
+    stored = read_finished_runs(directory, asdict(common))
     kept = [_stored(variant, seed, stored) for variant, seed in runs]
     blocks: list[JudgedBlocks] = []
     for index, (variant, seed) in enumerate(runs):
@@ -304,19 +337,6 @@ def _report(
 
 def _path(directory: Path, variant_key: str, seed: int) -> Path:
     return directory / f"{variant_key}-seed{seed}.json"
-
-
-def _read_all(directory: Path, common: AblationSettings) -> dict[tuple[str, int], FinishedRun]:
-    """All runs kept there, also of variants that are not asked for: they end up in the same results."""
-    runs = {}
-    expected = json.loads(json.dumps(asdict(common)))
-    for path in sorted(directory.glob("*-seed*.json")):
-        run = FinishedRun(**json.loads(path.read_text(encoding="utf-8")))
-        # What only heads have in common may be settled later than the drafters' runs.
-        relevant = expected.keys() - (_OF_HEADS if run.head is None else set())
-        _refuse_difference(path.name, run.common, expected, relevant)
-        runs[run.key, run.seed] = run
-    return runs
 
 
 def _stored(variant: Variant, seed: int, stored: Mapping[tuple[str, int], FinishedRun]) -> FinishedRun | None:

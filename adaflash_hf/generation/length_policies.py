@@ -16,6 +16,7 @@ from ..errors import InvalidInputError
 
 
 if TYPE_CHECKING:
+    from ..configuration_dflash_drafter import DFlashDrafterConfig
     from ..modeling_dflash_drafter import DFlashDrafterModel
     from ..modeling_length_head import LengthHeadModel
     from .cost_calibration import RoundBench
@@ -30,6 +31,7 @@ __all__ = [
     "RoundContext",
     "RoundOutcome",
     "build_length_policy",
+    "check_length_policy",
     "scaled_verify_lengths",
 ]
 
@@ -362,12 +364,27 @@ def scaled_verify_lengths(
 
 def _length_head_of(drafter: DFlashDrafterModel) -> LengthHeadModel:
     if drafter.length_head is None:
-        raise InvalidInputError(
-            "`length_policy` asks for a length head, but this drafter has none: no length head is configured "
-            "(`config.length_head_config` is None). Use `length_policy='fixed'`, or train a head with "
-            "`adaflash train --only length-head`."
-        )
+        raise _no_length_head()
     return drafter.length_head
+
+
+def check_length_policy(policy: str | None, config: DFlashDrafterConfig) -> None:
+    """Refuses the name of a policy that needs a head which a drafter of this configuration does not have.
+
+    Args:
+        policy (`str`, *optional*): One of `LENGTH_POLICIES`.
+        config (`DFlashDrafterConfig`): Of the drafter, which need not be loaded yet.
+    """
+    if policy == "length_head" and config.length_head_config is None:
+        raise _no_length_head()
+
+
+def _no_length_head() -> InvalidInputError:
+    return InvalidInputError(
+        "`length_policy` asks for a length head, but this drafter has none: no length head is configured "
+        "(`config.length_head_config` is None). Use `length_policy='fixed'`, or train a head with "
+        "`adaflash train --only length-head`."
+    )
 
 
 def build_length_policy(

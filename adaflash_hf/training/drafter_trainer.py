@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..modeling_confidence_head import ConfidenceHeadModel
 
 
-__all__ = ["DrafterTrainer", "last_complete_checkpoint"]
+__all__ = ["DrafterTrainer", "last_complete_checkpoint", "resolve_teacher"]
 
 TrajectoryRows = TrajectoryDataset | Subset
 
@@ -139,7 +139,7 @@ class DrafterTrainer(Trainer):
             target_model,
             args.draft_objective if args.trains_drafter else _CROSS_ENTROPY,
             position_decay=args.position_decay,
-            teacher=_resolve_teacher(args, trajectories) if args.trains_drafter else "none",
+            teacher=resolve_teacher(args, trajectories),
             vocabulary=self.vocabulary,
             length_labels=args.length_labels,
             length_scale=args.length_scale,
@@ -349,6 +349,33 @@ def last_complete_checkpoint(directory: str | Path) -> Path | None:
     return None if last is None else steps[last]
 
 
+def resolve_teacher(args: DrafterTrainingArguments, trajectories: TrajectoryDataset) -> str:
+    """
+    Where the target's distribution comes from: `"top_k"`, `"full"` or `"none"`.
+
+    Args:
+        args (`DrafterTrainingArguments`):
+            Of the run.
+        trajectories (`TrajectoryDataset`):
+            What it trains on.
+
+    Raises:
+        InvalidInputError: it is to be a stored one, and none is stored.
+    """
+    if not args.trains_drafter:
+        return "none"
+    if args.teacher == "top_k" and not trajectories.teacher_top_k:
+        raise InvalidInputError(
+            "`teacher` is 'top_k', but the trajectories were stored without the target's likeliest tokens; make them "
+            "with --teacher-top-k, or choose the teacher 'full'."
+        )
+    if args.teacher != "auto":
+        return args.teacher
+    if not args.draft_objective.needs_teacher:
+        return "none"
+    return "top_k" if trajectories.teacher_top_k else "full"
+
+
 def _saved_step(checkpoint: Path) -> int | None:
     """Step of a complete checkpoint; None for what is not one."""
     try:
@@ -396,14 +423,6 @@ def _freeze(model: Any, train_only: str | None) -> None:
             f"`train_only` is {train_only!r}, but no parameter of that part of the drafter requires a gradient. Of a "
             "drafter with an adapter the length head is trained if the adapter has it in `modules_to_save`."
         )
-
-
-def _resolve_teacher(args: DrafterTrainingArguments, trajectories: TrajectoryDataset) -> str:
-    if args.teacher != "auto":
-        return args.teacher
-    if not args.draft_objective.needs_teacher:
-        return "none"
-    return "top_k" if trajectories.teacher_top_k else "full"
 
 
 def _without(group: dict[str, Any], key: str) -> dict[str, Any]:

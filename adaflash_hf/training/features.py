@@ -105,11 +105,11 @@ class FeatureShard:
     Args:
         path (`Path`):
             See [`features_path`].
-        layer_ids (`Sequence[int]`):
-            Layers the drafter reads; features of others are refused.
+        layer_ids (`Sequence[int]`, *optional*):
+            Layers the drafter reads; features of others are refused. By default of whichever they are.
     """
 
-    def __init__(self, path: Path, layer_ids: Sequence[int]) -> None:
+    def __init__(self, path: Path, layer_ids: Sequence[int] | None = None) -> None:
         self.path = path
         if not path.exists():
             raise InvalidInputError(
@@ -118,7 +118,7 @@ class FeatureShard:
             )
         with self._open() as file:
             stored = json.loads((file.metadata() or {}).get("target_layer_ids", "null"))
-        if stored != list(layer_ids):
+        if layer_ids is not None and stored != list(layer_ids):
             raise InvalidInputError(
                 f"`{path.name}` in {str(path.parent)!r} holds features of the layers {stored}, but the drafter's "
                 f"`target_layer_ids` are {list(layer_ids)}. Compute them on the fly (--features compute), or make "

@@ -137,7 +137,8 @@ class DrafterTrainingArguments(TrainingArguments):
         for name in ("anchors_per_trajectory", "eval_anchors_per_trajectory"):
             if getattr(self, name) < 1:
                 raise InvalidInputError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
-        for name in ("learning_rate", "vector_learning_rate", "length_head_learning_rate", "num_train_epochs"):
+        rates = ("learning_rate", "vector_learning_rate", "length_head_learning_rate")
+        for name in (*rates, "num_train_epochs", "position_decay"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InvalidInputError(f"`{name}` is {value}; it must be above 0.")

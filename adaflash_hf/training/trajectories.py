@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -41,7 +41,6 @@ __all__ = [
     "BatchDecoder",
     "TrajectoryBatchReport",
     "TrajectorySettings",
-    "count_trajectories",
     "damaged_shard",
     "find_trajectory_shards",
     "generate_trajectories",
@@ -149,26 +148,6 @@ def find_trajectory_shards(directory: str | Path) -> list[Path]:
             "`adaflash trajectories`."
         )
     return paths
-
-
-def count_trajectories(directories: Iterable[str | Path]) -> int:
-    """
-    Trajectories in all shards, by their headers alone.
-
-    Args:
-        directories (`Iterable[str or Path]`):
-            What [`generate_trajectories`] wrote.
-    """
-    _pyarrow()
-    import pyarrow.parquet as pq
-
-    total = 0
-    for path in [path for directory in directories for path in find_trajectory_shards(directory)]:
-        try:
-            total += pq.read_metadata(path).num_rows
-        except (OSError, ValueError) as error:
-            raise damaged_shard(path, error) from error
-    return total
 
 
 def damaged_shard(path: Path, error: Exception) -> InvalidInputError:

@@ -22,10 +22,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-__all__ = ["TrajectoryDataset", "cache_target_features", "check_held_out", "open_trajectories", "split_by_prompt"]
+__all__ = [
+    "TrajectoryDataset",
+    "add_target_features",
+    "cache_target_features",
+    "check_stored_features",
+    "split_by_prompt",
+]
 
 # A shorter response has no token after an anchor to learn from.
 MIN_RESPONSE_TOKENS = 2
+_CACHING_BATCH = 8
 
 
 class TrajectoryDataset(Dataset[dict[str, Any]]):
@@ -43,6 +50,9 @@ class TrajectoryDataset(Dataset[dict[str, Any]]):
             Read stored features, which must come from these layers; by default none are read.
         max_tokens (`int`, *optional*):
             Cut longer trajectories; by default none are.
+
+    Attributes:
+        paths: Files of the trajectories.
     """
 
     def __init__(
@@ -54,8 +64,10 @@ class TrajectoryDataset(Dataset[dict[str, Any]]):
     ) -> None:
         if isinstance(directories, (str, Path)):
             directories = [directories]
-        paths = [path for directory in directories for path in find_trajectory_shards(directory)]
-        self._shards = [_Shard(path, feature_layer_ids) for path in paths]
+        self.paths = [path for directory in directories for path in find_trajectory_shards(directory)]
+        self._shards = [_Shard(path) for path in self.paths]
+        if feature_layer_ids is not None:
+            self.read_features(feature_layer_ids)
         self._teacher_top_k = min(shard.teacher_top_k for shard in self._shards)
         self.max_tokens = max_tokens
         self.domains = sorted({domain for shard in self._shards for domain in shard.domains})
@@ -80,6 +92,17 @@ class TrajectoryDataset(Dataset[dict[str, Any]]):
     def has_features(self) -> bool:
         """Whether rows come with `context_hidden_states`."""
         return self._shards[0].features is not None
+
+    def read_features(self, layer_ids: Sequence[int]) -> None:
+        """
+        Have rows come with the features that are stored beside the trajectories.
+
+        Args:
+            layer_ids (`Sequence[int]`):
+                Layers that they must come from.
+        """
+        for shard in self._shards:
+            shard.features = FeatureShard(features_path(shard.path), layer_ids)
 
     @property
     def num_response_tokens(self) -> int:
@@ -154,67 +177,70 @@ def split_by_prompt(dataset: TrajectoryDataset, num_held_out: int) -> tuple[list
     Returns:
         `tuple[list[int], list[int]]`: training and held-out indices.
     """
-    check_held_out(num_held_out, len(dataset))
+    if not 0 <= num_held_out < len(dataset):
+        raise InvalidInputError(
+            f"`num_held_out` (--held-out) is {num_held_out}, but there are {len(dataset)} trajectories; leave some of "
+            "them for training."
+        )
     hashes = [hashlib.sha256(dataset.prompt_ids(index).tobytes()).digest() for index in range(len(dataset))]
     limit = sorted(hashes)[num_held_out - 1] if num_held_out else b""
     train = [index for index, value in enumerate(hashes) if value > limit]
     return train, [index for index, value in enumerate(hashes) if value <= limit]
 
 
-def check_held_out(num_held_out: int, num_trajectories: int) -> None:
+def check_stored_features(
+    dataset: TrajectoryDataset, features: str = "auto", layer_ids: Sequence[int] | None = None
+) -> None:
     """
-    Refuse to hold out all that there is.
+    Refuse stored features that are not there or of no use, before there is a target that others could come from.
 
     Args:
-        num_held_out (`int`):
-            Rows to hold out.
-        num_trajectories (`int`):
-            Rows there are.
+        dataset (`TrajectoryDataset`):
+            Trajectories to train on.
+        features (`str`, *optional*, defaults to `"auto"`):
+            See [`add_target_features`].
+        layer_ids (`Sequence[int]`, *optional*):
+            Layers that they must come from; by default that is not known yet.
     """
-    if not 0 <= num_held_out < num_trajectories:
-        raise InvalidInputError(
-            f"`num_held_out` (--held-out) is {num_held_out}, but there are {num_trajectories} trajectories; leave "
-            "some of them for training."
-        )
+    source = _source_of_features(dataset, features)
+    for path in map(features_path, dataset.paths):
+        if source == "stored" or (source == "cache" and path.exists()):
+            FeatureShard(path, layer_ids)
 
 
-def open_trajectories(
+def add_target_features(
+    dataset: TrajectoryDataset,
     target_model: PreTrainedModel,
-    directories: Sequence[str | Path],
     layer_ids: Sequence[int],
     features: str = "auto",
     *,
-    max_tokens: int | None = None,
     on_shard: Callable[[int, int], None] | None = None,
-) -> tuple[TrajectoryDataset, str]:
+) -> str:
     """
-    Trajectories to train on, and where the target's features come from.
+    Have rows come with the target's features, unless they are to be computed at each step.
 
     Args:
+        dataset (`TrajectoryDataset`):
+            Trajectories to train on; changed in place.
         target_model (`PreTrainedModel`):
             The target, in evaluation mode.
-        directories (`Sequence[str or Path]`):
-            What `adaflash trajectories` wrote.
         layer_ids (`Sequence[int]`):
             Layers that features must come from.
         features (`str`, *optional*, defaults to `"auto"`):
             `"stored"`, `"compute"` at each step, `"cache"`: compute once, beside the trajectories; or `"auto"`: stored
             if all are there, else computed.
-        max_tokens (`int`, *optional*):
-            Cut longer trajectories.
         on_shard (`Callable[[int, int], None]`, *optional*):
             See [`cache_target_features`].
 
     Returns:
-        `tuple[TrajectoryDataset, str]`: the trajectories, and `"stored"`, `"compute"` or `"cache"`.
+        `str`: `"stored"`, `"compute"` or `"cache"`.
     """
-    if features == "cache":
-        cache_target_features(target_model, directories, layer_ids, on_shard=on_shard)
-    if features == "auto":
-        shards = [path for directory in directories for path in find_trajectory_shards(directory)]
-        features = "stored" if all(features_path(path).exists() for path in shards) else "compute"
-    read = None if features == "compute" else layer_ids
-    return TrajectoryDataset(directories, feature_layer_ids=read, max_tokens=max_tokens), features
+    source = _source_of_features(dataset, features)
+    if source == "cache":
+        _cache_features(dataset.paths, target_model, layer_ids, on_shard=on_shard)
+    if source != "compute":
+        dataset.read_features(layer_ids)
+    return source
 
 
 def cache_target_features(
@@ -222,7 +248,7 @@ def cache_target_features(
     directories: Sequence[str | Path],
     layer_ids: Sequence[int],
     *,
-    batch_size: int = 8,
+    batch_size: int = _CACHING_BATCH,
     on_shard: Callable[[int, int], None] | None = None,
 ) -> None:
     """
@@ -241,9 +267,26 @@ def cache_target_features(
             Called with how many shards are done and how many there are.
     """
     paths = [path for directory in directories for path in find_trajectory_shards(directory)]
+    _cache_features(paths, target_model, layer_ids, batch_size=batch_size, on_shard=on_shard)
+
+
+def _source_of_features(dataset: TrajectoryDataset, features: str) -> str:
+    if features != "auto":
+        return features
+    return "stored" if all(features_path(path).exists() for path in dataset.paths) else "compute"
+
+
+def _cache_features(
+    paths: Sequence[Path],
+    target_model: PreTrainedModel,
+    layer_ids: Sequence[int],
+    *,
+    batch_size: int = _CACHING_BATCH,
+    on_shard: Callable[[int, int], None] | None = None,
+) -> None:
     for done, path in enumerate(paths, start=1):
         if not features_path(path).exists():
-            shard = _Shard(path, None)
+            shard = _Shard(path)
             texts = [np.concatenate(pair) for pair in zip(shard.prompts, shard.responses, strict=True)]
             features: list[torch.Tensor | None] = [None] * len(texts)
             # Neighbours in length share a batch, so that little of it is padding.
@@ -266,9 +309,11 @@ def cache_target_features(
 class _Shard:
     """Columns of one file; rows are views into the file's own buffers."""
 
-    def __init__(self, path: Path, feature_layer_ids: Sequence[int] | None) -> None:
+    def __init__(self, path: Path) -> None:
         import pyarrow.parquet as pq
 
+        self.path = path
+        self.features: FeatureShard | None = None
         try:
             table = pq.read_table(path)
             columns = {name: table.column(name).combine_chunks() for name in table.column_names}
@@ -281,7 +326,6 @@ class _Shard:
         self.teacher_ids = _rows_of(columns["teacher_ids"]) if "teacher_ids" in columns else []
         self.teacher_log_probs = _rows_of(columns["teacher_log_probs"]) if "teacher_log_probs" in columns else []
         self.teacher_top_k = self.teacher_ids[0].shape[-1] if self.teacher_ids else 0
-        self.features = None if feature_layer_ids is None else FeatureShard(features_path(path), feature_layer_ids)
 
     def __len__(self) -> int:
         return len(self.domains)

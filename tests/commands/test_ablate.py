@@ -36,6 +36,7 @@ def drafter(tmp_path_factory):
     model.save_pretrained(path / "drafter")
     attach_length_head(model, "mean_last_residual").save_pretrained(path / "other_head")
     new_confidence_head(model).save_pretrained(path / "confidence")
+    tiny_drafter(make_target(), target_layer_ids=[1, 2]).save_pretrained(path / "other_layers")
     return path
 
 
@@ -43,7 +44,7 @@ def run(*arguments):
     return main(["ablate", *map(str, arguments)])
 
 
-def test_objectives_go_on_where_they_were(directory, tmp_path, capsys):
+def test_objectives_go_on_where_they_were(directory, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out[b]"
     common = ("objectives", "--trajectories", directory, "--out", out, "--from-scratch", "--layers", 1)
     common = (*common, "--block-size", 4, "--compare", "clip", "--steps", 2, "--anchors", 4, "--held-out", 3)
@@ -60,6 +61,7 @@ def test_objectives_go_on_where_they_were(directory, tmp_path, capsys):
     assert results["seeds"] == [5, 6] and len(results["runs"]) == 6 and results["common"]["steps"] == 2
     assert "its target's last layers (1 layers, block 4" in (out / "results.md").read_text()
     assert json.loads((out / "run.json").read_text())["settings"]["learning_rate"] == 1e-3
+    monkeypatch.setattr(embedded_target, "load_target", None)
     assert run(*common[:-2], "--held-out", 4) == 2
     assert "held_out_trajectories" in capsys.readouterr().err
 
@@ -98,15 +100,26 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_target_is_loaded(c
         (["objectives", "--init", "x", "--from-scratch"], "--from-scratch"),
         (["objectives", "--from-scratch", "--compare", "heads"], "--head-drafter"),
         (["objectives", "--from-scratch", "--held-out", "0"], "--held-out"),
+        (["objectives", "--from-scratch", "--held-out", "12"], "(--held-out) is 12, but there are 12 trajectories"),
+        (["objectives", "--from-scratch", "--head-learning-rate", "0"], "`head_learning_rate` is 0"),
         (["objectives", "--init", "DRAFTER", "--layers", "2"], "num_hidden_layers"),
+        (["objectives", "--init", "DRAFTER/../other_layers"], "holds features of the layers [0, 2]"),
         (["objectives", "--init", "no/such/drafter"], "`--init` is 'no/such/drafter' and cannot be loaded (there is"),
+        (["objectives", "--from-scratch", "--head-drafter", "no/such/one"], "`--head-drafter` is 'no/such/one' and"),
+        (["length-head", "--drafter", "DRAFTER", "--held-out", "12"], "(--held-out) is 12, but there are 12"),
+        (["length-head", "--drafter", "DRAFTER/../confidence"], "confidence"),
         (["length-head", "--drafter", "DRAFTER", "--head", "nameless"], "NAME=DIRECTORY"),
         (["length-head", "--drafter", "DRAFTER", "--head", "a=no/such/head"], "`--head` is 'no/such/head' and cannot"),
+        (["length-head", "--drafter", "DRAFTER", "--confidence-head", "a=no/such/head"], "`--confidence-head` is 'no"),
     ],
 )
-def test_wrong_usage_is_one_line(directory, drafter, tmp_path, capsys, arguments, message):
-    arguments = [str(drafter / "drafter") if argument == "DRAFTER" else argument for argument in arguments]
-    assert run(*arguments, "--trajectories", directory, "--out", tmp_path) == 2
+def test_wrong_usage_is_one_line_before_the_target_is_loaded(
+    directory, drafter, tmp_path, capsys, monkeypatch, arguments, message
+):
+    monkeypatch.setattr(embedded_target, "load_target", None)
+    arguments = [argument.replace("DRAFTER", str(drafter / "drafter")) for argument in arguments]
+    held_out = [] if "--held-out" in arguments else ["--held-out", 3]
+    assert run(*arguments, *held_out, "--trajectories", directory, "--out", tmp_path) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
 

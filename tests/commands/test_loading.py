@@ -6,14 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from stand_ins import byte_tokenizer
 from tiny_models import rounding_allowed, tiny_drafter, tiny_target
 
+from adaflash_hf import ConfidenceHeadModel
 from adaflash_hf.commands import loading
-from adaflash_hf.commands.loading import find_baseline, find_drafter, load_drafter, load_models
+from adaflash_hf.commands.loading import check_checkpoint, find_baseline, find_drafter, load_drafter, load_models
 from adaflash_hf.embedded_target import EMBEDDED_TARGET_NAME
-from adaflash_hf.errors import InvalidInputError
+from adaflash_hf.errors import DrafterCheckpointError, InvalidInputError
 from adaflash_hf.generation.prepacking import PrepackedLinear, prepack_linear_layers
+from adaflash_hf.training.initialization import new_confidence_head
+from adaflash_hf.training.lora import add_lora
 
 
 @pytest.fixture
@@ -83,6 +87,32 @@ def test_a_missing_directory_is_told_before_the_target_loads(name, tmp_path, mon
     monkeypatch.setattr(loading, "load_target", lambda *args, **kwargs: pytest.fail("the target was loaded"))
     with pytest.raises(InvalidInputError, match="no such directory here"):
         load_models("smollm2-135m", name, "auto", None, True, console)
+
+
+def test_a_checkpoint_is_checked_without_its_weights(tmp_path, monkeypatch, console):
+    """And before the target is loaded."""
+    save_tiny_models(tmp_path)
+    target, drafter = tmp_path / "target", tmp_path / "drafter"
+    add_lora(tiny_drafter(target_model := tiny_target("llama")), base_name_or_path=drafter).save_pretrained(
+        tmp_path / "adapter"
+    )
+    new_confidence_head(tiny_drafter(target_model)).save_pretrained(tmp_path / "head")
+    for path in (drafter, tmp_path / "adapter"):
+        assert check_checkpoint(str(path)).target_layer_ids == tiny_drafter(target_model).config.target_layer_ids
+    assert check_checkpoint(str(tmp_path / "head"), "--head", ConfidenceHeadModel).draft_length == 3
+    with pytest.raises(DrafterCheckpointError):
+        check_checkpoint(str(tmp_path / "head"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DrafterCheckpointError, match="empty has no `model.safetensors`"):
+        check_checkpoint(str(tmp_path / "empty"), "--head", ConfidenceHeadModel)
+    with pytest.raises(InvalidInputError, match="`length_policy` asks for a length head"):
+        check_checkpoint(str(drafter), length_policy="length_head")
+
+    monkeypatch.setattr(loading, "load_target", lambda *args, **kwargs: pytest.fail("the target was loaded"))
+    weights = drafter / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(weights).items() if name != "fc.weight"}, weights)
+    with pytest.raises(DrafterCheckpointError, match="fc.weight"):
+        load_models(str(target), str(drafter), "auto", None, True, console)
 
 
 @pytest.mark.parametrize("prepack", [True, False])

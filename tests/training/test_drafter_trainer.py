@@ -246,6 +246,8 @@ def test_contradictions_are_refused(target, directory, tmp_path):
         make_trainer(target, directory, tmp_path, train_only="length_head")
     with pytest.raises(InvalidInputError, match="dataloader_persistent_workers"):
         make_trainer(target, directory, tmp_path, dataloader_num_workers=1, dataloader_persistent_workers=True)
+    with pytest.raises(InvalidInputError, match="without the target's likeliest tokens"):
+        make_trainer(target, make_trajectories(tmp_path / "t", target), tmp_path, teacher="top_k", features=False)
     args = DrafterTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     with pytest.raises(InvalidInputError, match="train_dataset"):
         DrafterTrainer(tiny_drafter(target), target, args, [1, 2])

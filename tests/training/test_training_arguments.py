@@ -35,6 +35,7 @@ def test_they_survive_their_json(tmp_path):
         ({"learning_rate": -1.0}, "`learning_rate` is -1.0; it must be above 0"),
         ({"vector_learning_rate": 0.0}, "vector_learning_rate"),
         ({"num_train_epochs": 0}, "num_train_epochs"),
+        ({"position_decay": 0.0}, "position_decay"),
     ],
 )
 def test_values_out_of_range_are_refused(tmp_path, fields, name):

@@ -17,7 +17,6 @@ from adaflash_hf.training.batched_decoding import DecodingSettings, decode_batch
 from adaflash_hf.training.drafted_decoding import DraftedDecoder
 from adaflash_hf.training.trajectories import (
     TrajectorySettings,
-    count_trajectories,
     find_trajectory_shards,
     generate_trajectories,
     plan_batches,
@@ -32,14 +31,6 @@ SAMPLED = {"temperature": 1.0, "seed": 3, "teacher_top_k": 2, "capture_layer_ids
 
 def stored_tables(directory):
     return [pq.read_table(path) for path in find_trajectory_shards(directory)]
-
-
-def test_trajectories_are_counted_without_being_read(tmp_path):
-    one, other = (make_trajectories(tmp_path / name, tiny_target("llama")) for name in ("one", "other"))
-    assert count_trajectories([one, other]) == 24
-    trajectory_path(other, 0).write_bytes(b"PAR1")
-    with pytest.raises(InvalidInputError, match=r"trajectories-00000.parquet cannot be read .* again"):
-        count_trajectories([one, other])
 
 
 def test_batches_hold_every_prompt_once_and_neighbours_in_length():

@@ -10,8 +10,9 @@ from adaflash_hf.training.features import compute_target_features, features_path
 from adaflash_hf.training.trajectories import find_trajectory_shards
 from adaflash_hf.training.trajectory_dataset import (
     TrajectoryDataset,
+    add_target_features,
     cache_target_features,
-    open_trajectories,
+    check_stored_features,
     split_by_prompt,
 )
 
@@ -68,17 +69,35 @@ def test_features_cached_later_equal_those_captured(target, directory, tmp_path)
 
 
 def test_where_features_come_from(target, directory, tmp_path):
-    dataset, features = open_trajectories(target, [directory], LAYER_IDS, max_tokens=9)
-    assert features == "stored" and dataset.has_features and dataset.max_tokens == 9
-    dataset, features = open_trajectories(target, [directory], LAYER_IDS, "compute")
-    assert features == "compute" and not dataset.has_features
+    def source(directories, *features, max_tokens=None):
+        dataset = TrajectoryDataset(directories, max_tokens=max_tokens)
+        check_stored_features(dataset, *features)
+        found = add_target_features(dataset, target, LAYER_IDS, *features)
+        assert dataset.has_features == (found != "compute")
+        assert dataset.has_features == ("context_hidden_states" in dataset[0])
+        return found
+
+    assert source([directory], max_tokens=9) == "stored"
+    assert source([directory], "compute") == "compute"
     without = make_trajectories(tmp_path, target)
     # All or none: what one directory lacks would be missing in its rows.
-    dataset, features = open_trajectories(target, [directory, without], LAYER_IDS)
-    assert features == "compute" and not dataset.has_features
-    dataset, features = open_trajectories(target, [without], LAYER_IDS, "cache")
-    assert features == "cache" and dataset.has_features
-    assert open_trajectories(target, [directory, without], LAYER_IDS)[1] == "stored"
+    assert source([directory, without]) == "compute"
+    assert source([without], "cache") == "cache"
+    assert source([directory, without]) == "stored"
+
+
+def test_stored_features_of_no_use_are_refused_before_there_is_a_target(target, directory, tmp_path):
+    dataset = TrajectoryDataset([directory])
+    for features in ("auto", "stored", "cache"):
+        check_stored_features(dataset, features, LAYER_IDS)
+        with pytest.raises(InvalidInputError, match=r"layers \[0, 2\]"):
+            check_stored_features(dataset, features, (0, 1))
+    check_stored_features(dataset, "compute", (0, 1))
+    dataset = TrajectoryDataset(make_trajectories(tmp_path, target))
+    for features in ("auto", "cache", "compute"):
+        check_stored_features(dataset, features)
+    with pytest.raises(InvalidInputError, match="without --features"):
+        check_stored_features(dataset, "stored")
 
 
 def test_features_of_other_layers_or_damaged_ones_are_refused(target, tmp_path):
