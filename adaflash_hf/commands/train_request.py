@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainRequest"]
 
-CONFIDENCE_HEAD = "confidence-head"
-_CHECKPOINTS = "checkpoints"
+_CONFIDENCE_HEAD = "confidence-head"
 
 
 @dataclass(frozen=True)
@@ -75,9 +74,11 @@ class TrainRequest:
     @property
     def checkpoints(self) -> Path:
         """Where the run is kept to be resumed."""
-        return self.out / _CHECKPOINTS
+        from ..training.run_records import CHECKPOINTS
+
+        return self.out / CHECKPOINTS
 
     @property
     def trains_confidence_head(self) -> bool:
         """Whether it is a head beside the drafter that is trained."""
-        return self.only == CONFIDENCE_HEAD
+        return self.only == _CONFIDENCE_HEAD
