@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCard
 
 
-__all__ = ["CardOptions", "build_drafter_card", "is_generated_card", "write_drafter_card"]
+__all__ = ["CardOptions", "build_drafter_card", "is_generated_card", "save_drafter_card", "write_drafter_card"]
 
 CARD_FILE = "README.md"
 # In the template, so that a card written by hand is known from one that can be written anew.
@@ -84,8 +84,23 @@ def write_drafter_card(directory: str | Path, options: CardOptions | None = None
     Returns:
         `Path`: the card.
     """
+    return save_drafter_card(build_drafter_card(directory, options), directory)
+
+
+def save_drafter_card(card: ModelCard, directory: str | Path) -> Path:
+    """
+    Write a card into a drafter's directory, whole or not at all.
+
+    Args:
+        card (`ModelCard`):
+            From [`build_drafter_card`].
+        directory (`str` or `Path`):
+            Of the drafter.
+
+    Returns:
+        `Path`: the card.
+    """
     path = Path(directory) / CARD_FILE
-    card = build_drafter_card(directory, options)
     with writing_to(path, "drafter"), written_aside(path) as partial:
         card.save(partial)
     return path

@@ -230,6 +230,7 @@ def _load(
     from ..generation.prepacking import settle_prepacking
     from .loading import load_beside, load_drafter, load_models
 
+    _check_models(methods, target, drafter, extra)
     drafter_model: Any = None
     if any(needs_drafter(name) for name in methods):
         target_model, tokenizer, drafter_model = load_models(target, drafter, dtype, device, prepack, console)
@@ -250,6 +251,31 @@ def _load(
     models = BenchModels(target_model, drafter_model, assistant_model, head, 0 if pad is None else pad, osd)
     environment = describe_environment(target_model, drafter_model, prepacked=prepack, assistant=extra.assistant)
     return models, tokenizer, environment
+
+
+def _check_models(methods: Sequence[str], target: str, drafter: str | None, extra: _Extra) -> None:
+    """Before any of them is loaded."""
+    from ..evaluation.bench_methods import check_models_of_method, needs_drafter
+    from ..modeling_confidence_head import ConfidenceHeadModel
+    from .loading import check_checkpoint, check_target, find_drafter
+
+    config: Any = None
+    if any(needs_drafter(name) for name in methods):
+        config = check_checkpoint(find_drafter(target, drafter))
+    for name in methods:
+        check_models_of_method(
+            name,
+            has_drafter=config is not None,
+            has_length_head=config is not None and config.length_head_config is not None,
+            has_osd_drafter=extra.osd_drafter is not None,
+            has_assistant=extra.assistant is not None,
+        )
+    if extra.osd_drafter is not None:
+        check_checkpoint(extra.osd_drafter, "--osd-drafter")
+    if extra.confidence_head is not None:
+        check_checkpoint(extra.confidence_head, "--confidence-head", ConfidenceHeadModel)
+    if extra.assistant is not None:
+        check_target(extra.assistant, "--assistant")
 
 
 def _bench_models(

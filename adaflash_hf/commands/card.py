@@ -51,7 +51,7 @@ def card(
     """Write or update the README.md of DRAFTER: metadata, code for each engine, measured tables, recipe and limits."""
     from ..errors import InvalidInputError
     from ..hub_upload import reserve_repository, upload_drafter
-    from ..model_card import CARD_FILE, CardOptions, is_generated_card, write_drafter_card
+    from ..model_card import CARD_FILE, CardOptions, build_drafter_card, is_generated_card, save_drafter_card
     from ..output_places import check_writable
 
     if push and repo_id is None:
@@ -73,8 +73,9 @@ def card(
         notes=notes,
     )
     check_writable(drafter, "drafter")
+    made = build_drafter_card(drafter, options)
     if push and repo_id is not None:
         reserve_repository(repo_id, private=private)
-    typer.echo(f"Wrote {write_drafter_card(drafter, options)}")
+    typer.echo(f"Wrote {save_drafter_card(made, drafter)}")
     if push and repo_id is not None:
         typer.echo(f"Pushed to {upload_drafter(drafter, repo_id)}")

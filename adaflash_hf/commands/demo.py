@@ -50,7 +50,7 @@ def demo(
     from .loading import find_baseline, load_models
 
     console = Console()
-    models = load_models(target, drafter, dtype.value, device, prepack, console)
+    models = load_models(target, drafter, dtype.value, device, prepack, console, length_policy)
     run_demo(
         models.target_model,
         models.tokenizer,

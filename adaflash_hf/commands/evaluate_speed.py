@@ -56,7 +56,7 @@ def speed(
     result = run_speed(
         workload if not Path(workload).exists() else Path(workload).name,
         prompts,
-        load_models(target, drafter, dtype.value, device, prepack, console),
+        load_models(target, drafter, dtype.value, device, prepack, console, length_policy),
         max_new_tokens=max_new_tokens,
         length_policy=length_policy.value,
         console=console,

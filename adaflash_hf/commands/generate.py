@@ -100,7 +100,7 @@ def generate(
     from .loading import load_models
 
     messages = Console(stderr=True)
-    models = load_models(target, drafter, dtype.value, device, prepack, messages)
+    models = load_models(target, drafter, dtype.value, device, prepack, messages, length_policy)
     encoded = [(text, encode_prompt(models.tokenizer, text, chat=chat, system=system)) for text in texts]
     request = _Request(
         models=models,

@@ -92,7 +92,7 @@ def run(
     from ..online.replay_buffer import BufferSettings
     from ..online.run_settings import InferenceSettings, SideSettings, TrainerSettings
     from ..online.supervisor import check_places
-    from .loading import check_target, find_drafter
+    from .loading import check_checkpoint, check_target, find_drafter
 
     # All that can be wrong is found before a process is started.
     arguments = OnlineTrainingArguments(
@@ -113,6 +113,10 @@ def run(
     served = _read_prompts(prompts, domain, attach)
     drafter = find_drafter(target, drafter)
     check_target(target)
+    check_checkpoint(drafter, length_policy=length_policy)
+    buffer_settings = BufferSettings(buffer_rows, held_out_share=held_out_share, target=target)
+    if not buffer.exists():  # else it stays as it is
+        arguments.check_buffer(buffer_settings)
     half = max((os.cpu_count() or 2) // 2, 1)
 
     def side(on: str | None, threads: int | None) -> SideSettings:
@@ -124,7 +128,7 @@ def run(
             dtype=dtype.value,
             device=on,
             threads=threads or (half if _is_cpu(on) else None),
-            buffer_settings=BufferSettings(buffer_rows, held_out_share=held_out_share, target=target),
+            buffer_settings=buffer_settings,
         )
 
     trainer = TrainerSettings(side(trainer_device or device, trainer_threads), arguments, max_rounds, keep_versions)

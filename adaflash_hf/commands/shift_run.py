@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError
-from .loading import LoadedModels, find_drafter, load_drafter, load_models
+from .loading import LoadedModels, check_checkpoint, find_drafter, load_drafter, load_models
 
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ..evaluation.domain_shift import DomainShift, DomainShiftSettings, FinishedShiftRun
-    from ..evaluation.domain_traffic import TrafficPlan, TrafficShape
+    from ..evaluation.domain_traffic import DomainResponses, TrafficPlan, TrafficShape
+    from ..training.prompts import Prompt
 
 
 __all__ = ["PROMPT_FILES", "ShiftRun"]
@@ -91,7 +92,7 @@ class ShiftRun:
         """
         from ..evaluation.domain_shift import STATIC
 
-        shift, plans, models, write = self._prepare(plots)
+        shift, plans, models, write = self._prepare(plots, methods)
         runs: list[FinishedShiftRun] = []
         references: list[FinishedShiftRun] = []
         sections: list[str] = []
@@ -120,7 +121,7 @@ class ShiftRun:
         from ..evaluation.domain_shift import STATIC
         from ..evaluation.result_files import write_results
 
-        shift, plans, models, _ = self._prepare(plots)
+        shift, plans, models, _ = self._prepare(plots, ())
         seed, plan = next(iter(plans.items()))
         start = self._run(shift, STATIC, seed, plan)
         trained = self._run_references(shift, plan, models, list(dict.fromkeys(self.phases)))
@@ -173,24 +174,32 @@ class ShiftRun:
             },
         )
 
-    def _prepare(self, plots: bool) -> tuple[DomainShift, dict[int, TrafficPlan], LoadedModels, Callable[..., Any]]:
+    def _prepare(
+        self, plots: bool, methods: Sequence[str]
+    ) -> tuple[DomainShift, dict[int, TrafficPlan], LoadedModels, Callable[..., Any]]:
         """Loads the models and finds out what the target says; what is missing is said before that."""
         from ..evaluation.bench import describe_environment
-        from ..evaluation.domain_shift import DomainShift
+        from ..evaluation.domain_shift import REFERENCE, DomainShift
         from ..evaluation.domain_shift_plots import plot_shift
         from ..evaluation.domain_shift_report import shift_results, shift_sections
-        from ..evaluation.domain_traffic import DomainResponses, plan_traffic
         from ..evaluation.result_files import write_results
 
         settings = self.settings()
-        if not self.trajectories:
-            self._prompt_files(settings.shape)
+        for method in (REFERENCE, *methods):
+            settings.arguments(method, 0)
+        for path in self.references.values():
+            check_checkpoint(path, "--reference")
+        layer_ids = check_checkpoint(self.start, length_policy=self.length_policy).target_layer_ids
+        if self.trajectories:
+            responses, plans = self._plan(self.trajectories, settings.shape, layer_ids)
+        else:
+            prompts = self._read_prompts(settings.shape)
         models = load_models(self.target, self.start, self.dtype, self.device, False, self.console)
-        directories = self.trajectories or [self._answer_prompts(settings.shape, models)]
-        responses = DomainResponses(directories, self.max_new_tokens, models.drafter.config.target_layer_ids)
+        if not self.trajectories:
+            answered = self._answer_prompts(prompts, settings.shape, models)
+            responses, plans = self._plan([answered], settings.shape, layer_ids)
         if self.stored_teacher:
             settings = replace(settings, teacher_top_k=responses.teacher_top_k)
-        plans = {seed: plan_traffic(responses, settings.shape, seed) for seed in self.seeds}
         shift = DomainShift(models.target_model, models.drafter, responses, settings, self.out)
         environment = describe_environment(models.target_model, models.drafter)
 
@@ -203,6 +212,15 @@ class ShiftRun:
             return sections
 
         return shift, plans, models, write
+
+    def _plan(
+        self, directories: Sequence[Path], shape: TrafficShape, layer_ids: Sequence[int]
+    ) -> tuple[DomainResponses, dict[int, TrafficPlan]]:
+        """What is served when, by seed."""
+        from ..evaluation.domain_traffic import DomainResponses, plan_traffic
+
+        responses = DomainResponses(directories, self.max_new_tokens, layer_ids)
+        return responses, {seed: plan_traffic(responses, shape, seed) for seed in self.seeds}
 
     def _run(self, shift: DomainShift, method: str, seed: int, plan: TrafficPlan) -> FinishedShiftRun:
         run, was_done = shift.run(method, seed, plan, lambda entry: self._show_round(method, seed, entry))
@@ -234,18 +252,29 @@ class ShiftRun:
                 )
         return {domain: files[domain] for domain in shape.domains}
 
+    def _read_prompts(self, shape: TrafficShape) -> dict[str, list[Prompt]]:
+        """Those of each domain; some may be too long, which only the target's tokenizer knows."""
+        from ..evaluation.domain_traffic import too_few_prompts
+        from ..training.prompts import read_prompt_file
+
+        prompts = {domain: read_prompt_file(path, domain) for domain, path in self._prompt_files(shape).items()}
+        for domain, found in prompts.items():
+            if len(set(found)) < shape.prompts_of(domain):
+                raise too_few_prompts(shape, domain, len(set(found)))
+        return prompts
+
     def _choose_prompts(
-        self, files: dict[str, Path], shape: TrafficShape, tokenizer: Any
+        self, prompts: dict[str, list[Prompt]], shape: TrafficShape, tokenizer: Any
     ) -> tuple[list[list[int]], list[str]]:
         """As many different prompts of each domain as are needed, and their domains."""
         from ..evaluation.domain_traffic import too_few_prompts
-        from ..training.prompts import encode_prompts, read_prompt_file
+        from ..training.prompts import encode_prompts
 
         chosen: list[list[int]] = []
         domains: list[str] = []
-        for domain, path in files.items():
+        for domain, read in prompts.items():
             wanted = int(shape.prompts_of(domain) * (_SPARE if shape.held_out_share else 1))
-            encoded = encode_prompts(tokenizer, read_prompt_file(path, domain))
+            encoded = encode_prompts(tokenizer, read)
             different = {tuple(ids): ids for ids in encoded if len(ids) <= self.max_prompt_tokens}
             if len(different) < shape.prompts_of(domain):
                 raise too_few_prompts(shape, domain, len(different))
@@ -254,12 +283,11 @@ class ShiftRun:
             domains += [domain] * len(found)
         return chosen, domains
 
-    def _answer_prompts(self, shape: TrafficShape, models: LoadedModels) -> Path:
+    def _answer_prompts(self, read: dict[str, list[Prompt]], shape: TrafficShape, models: LoadedModels) -> Path:
         """The target's responses to all prompts, once for all methods and seeds."""
         from ..training.trajectories import TrajectorySettings, generate_trajectories
 
-        files = self._prompt_files(shape)
-        prompts, domains = self._choose_prompts(files, shape, models.tokenizer)
+        prompts, domains = self._choose_prompts(read, shape, models.tokenizer)
         # Only a replay reads each response so often that the target's states are worth their disk space.
         layers = tuple(models.drafter.config.target_layer_ids) if self.replay else ()
         settings = TrajectorySettings(
@@ -275,7 +303,7 @@ class ShiftRun:
             done += report.trajectories
             self._say(f"{done} of {len(prompts)} prompts answered")
 
-        provenance = {"files": [path.name for path in files.values()]}
+        provenance = {"files": [path.name for path in self._prompt_files(shape).values()]}
         generate_trajectories(models.target_model, prompts, domains, directory, settings, show, provenance=provenance)
         return directory
 

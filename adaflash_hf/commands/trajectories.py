@@ -120,7 +120,7 @@ def trajectories(
     from ..output_places import check_writable
     from ..training.initialization import default_target_layer_ids
     from ..training.trajectories import TrajectorySettings
-    from .loading import load_drafter
+    from .loading import check_checkpoint, load_drafter
 
     if length_policy is not None and drafter is None:
         raise InvalidInputError(f"`--length-policy` is {length_policy.value!r}, but there is no --drafter.")
@@ -132,10 +132,13 @@ def trajectories(
         seed=seed,
         teacher_top_k=teacher_top_k,
     )
+    layer_ids = parse_layer_ids(target_layer_ids)
     check_writable(out)
     sources = _Sources(prompts or [], dataset or [], split, subset, column or [], domain or [])
     console = Console(markup=False)  # names and places may have brackets
     chosen = interleave(sources.read(limit, seed, console))
+    if drafter is not None:
+        check_checkpoint(drafter, length_policy=length_policy)
     target_model, tokenizer = load_target(
         target, dtype.value, device=device, on_progress=lambda text: console.print(f"{text} ...", highlight=False)
     )
@@ -144,8 +147,7 @@ def trajectories(
     if drafter_model is not None:
         settle_prepacking(drafter_model, prepack, allow_rounding=True)
     if features:
-        layer_ids = parse_layer_ids(target_layer_ids) or default_target_layer_ids(target_model)
-        settings = replace(settings, capture_layer_ids=tuple(layer_ids))
+        settings = replace(settings, capture_layer_ids=tuple(layer_ids or default_target_layer_ids(target_model)))
     encoded = _encode(tokenizer, chosen, max_prompt_tokens, limit, console)
     decoder = None
     if drafter_model is not None:

@@ -47,6 +47,7 @@ __all__ = [
     "EngineMethod",
     "Sampling",
     "build_method",
+    "check_models_of_method",
     "needs_drafter",
     "split_method_name",
 ]
@@ -63,7 +64,13 @@ REFERENCE_METHODS = (
 # Whole blocks of another drafter, such as one that was adapted by online speculative decoding.
 OSD = "osd"
 METHODS = (PLAIN, *DRAFTING_METHODS, OSD, *REFERENCE_METHODS)
-_WITH_PARAMETER = ("dflash", "adaflash", "confidence", OSD, "prompt_lookup")
+_PARAMETERS: dict[str, Callable[[str], Any]] = {
+    "dflash": int,
+    "adaflash": float,
+    "confidence": float,
+    OSD: int,
+    "prompt_lookup": int,
+}
 _PROMPT_LOOKUP_TOKENS = 10
 
 
@@ -373,7 +380,13 @@ def build_method(name: str, models: BenchModels, via_generate: bool = False) -> 
             Decode in `generate()`, on padded batches, in place of the engine. Needed for targets it cannot serve.
     """
     base, parameter = split_method_name(name)
-    _check_models(base, name, models)
+    check_models_of_method(
+        name,
+        has_drafter=models.drafter is not None,
+        has_length_head=models.drafter is not None and models.drafter.length_head is not None,
+        has_osd_drafter=models.osd_drafter is not None,
+        has_assistant=models.assistant is not None,
+    )
     if base in REFERENCE_METHODS:
         return _build_reference(base, name, parameter, models)
     if base == OSD:
@@ -400,22 +413,36 @@ def split_method_name(name: str) -> tuple[str, str | None]:
     base, _, parameter = name.partition(":")
     if base not in METHODS:
         raise InvalidInputError(f"`method` is {name!r}, expected one of {', '.join(METHODS)}.")
-    if parameter and base not in _WITH_PARAMETER:
+    if parameter and base not in _PARAMETERS:
         raise InvalidInputError(f"`method` is {name!r}, but {base} takes no parameter; write {base!r}.")
+    if parameter:
+        _parameter(base, parameter, _PARAMETERS[base], None)
     return base, parameter or None
 
 
-def _check_models(base: str, name: str, models: BenchModels) -> None:
-    if needs_drafter(name) and models.drafter is None:
+def check_models_of_method(
+    name: str, *, has_drafter: bool, has_length_head: bool, has_osd_drafter: bool, has_assistant: bool
+) -> None:
+    """
+    Refuse a method that lacks a model, which need not be loaded for that.
+
+    Args:
+        name (`str`):
+            With or without its parameter.
+        has_drafter (`bool`), has_length_head (`bool`), has_osd_drafter (`bool`), has_assistant (`bool`):
+            What there is, see [`BenchModels`].
+    """
+    base, _ = split_method_name(name)
+    if needs_drafter(name) and not has_drafter:
         raise InvalidInputError(f"`method` is {name!r}, which needs a drafter; pass one.")
-    if base == "adaflash" and models.drafter is not None and models.drafter.length_head is None:
+    if base == "adaflash" and not has_length_head:
         raise InvalidInputError(
             f"`method` is {name!r}, but the drafter has no length head; leave the method out, or train a head with "
             "`adaflash train --only length-head`."
         )
-    if base == OSD and models.osd_drafter is None:
+    if base == OSD and not has_osd_drafter:
         raise InvalidInputError(f"`method` is {name!r}, which needs a drafter of its own; pass --osd-drafter.")
-    if base == "assistant" and models.assistant is None:
+    if base == "assistant" and not has_assistant:
         raise InvalidInputError("`method` is 'assistant', which needs a small model; pass --assistant.")
 
 

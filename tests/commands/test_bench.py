@@ -8,11 +8,16 @@ from full_disk import full_after
 from stand_ins import byte_target, byte_tokenizer
 from tiny_models import tiny_drafter
 
+from adaflash_hf import embedded_target
 from adaflash_hf.cli import main
 from adaflash_hf.commands import bench as bench_command
+from adaflash_hf.commands import loading
 from adaflash_hf.errors import InvalidInputError
 from adaflash_hf.evaluation import bench as measuring
 from adaflash_hf.evaluation.bench_methods import BenchModels
+
+
+LOAD = bench_command._load
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +83,29 @@ def test_prompts_that_are_used_more_than_once_are_told_before_models_are_loaded(
 )
 def test_errors_name_options(tmp_path, capsys, arguments, message):
     assert run(tmp_path / "bench", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "adaflash"], "`method` is 'adaflash', but the drafter has no length head"),
+        (["--method", "osd"], "pass --osd-drafter"),
+        (["--method", "assistant"], "pass --assistant"),
+        (["--method", "dflash:x"], "'x' is not a number"),
+        (["--drafter", "no/such/drafter"], "`--drafter` is 'no/such/drafter' and cannot be loaded"),
+        (["--osd-drafter", "no/such/drafter"], "`--osd-drafter` is 'no/such/drafter' and cannot be loaded"),
+        (["--confidence-head", "no/such/head"], "`--confidence-head` is 'no/such/head' and cannot be loaded"),
+        (["--assistant", "no/such/model"], "`--assistant` is 'no/such/model' and cannot be loaded"),
+    ],
+)
+def test_what_a_method_lacks_is_told_before_models_are_loaded(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(bench_command, "_load", LOAD)
+    for module in (embedded_target, loading):
+        monkeypatch.setattr(module, "load_target", None)
+    tiny_drafter(byte_target()).save_pretrained(tmp_path / "drafter")
+    common = ["--concurrency", 1, "--drafter", tmp_path / "drafter"]
+    assert run(tmp_path / "bench", *common, *arguments) == 2
     assert message in capsys.readouterr().err
 
 

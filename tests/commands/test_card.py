@@ -10,7 +10,7 @@ from test_card_measurements import bench_data
 from tiny_checkpoints import HEAD
 from tiny_models import tiny_drafter
 
-from adaflash_hf import model_card
+from adaflash_hf import hub_upload, model_card
 from adaflash_hf.cli import main
 
 
@@ -96,6 +96,16 @@ def test_notes_that_would_get_lost_are_refused(text, message, directory, tmp_pat
     assert main(["card", str(directory), "--notes", str(tmp_path / "notes.md")]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (directory / "README.md").exists()
+
+
+def test_nothing_is_made_on_the_hub_for_a_card_that_cannot_be_written(directory, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(hub_upload, "reserve_repository", None)
+    push = ["--push", "--repo-id", "org/drafter"]
+    assert main(["card", str(directory), *push, "--notes", str(tmp_path / "none.md")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["card", str(tmp_path / "empty"), *push]) == 2
+    assert "has no config.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ from published_drafters import adapted_drafter
 from stand_ins import SPECIAL_TOKENS, byte_target, load_byte_target
 from tiny_trajectories import make_trajectories
 
+from adaflash_hf import embedded_target
 from adaflash_hf.cli import main
+from adaflash_hf.commands import loading
 from adaflash_hf.evaluation.experiments import EXPERIMENTS
 
 
@@ -144,6 +146,34 @@ def test_heads_are_compared_on_a_trained_drafter(trajectories, drafter, tmp_path
     found, page = results(tmp_path, "head")
     assert len(found["runs"]) == 5 and all(run["head"] for run in found["runs"])
     assert "Beside published figures" not in page and (tmp_path / "head" / "results-heads.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--reference", "code=no/such/drafter"), "`--reference` is 'no/such/drafter' and cannot be loaded"),
+        (("--learning-rate", 0), "`learning_rate` is 0"),
+        (("--lora-learning-rate", 0), "`learning_rate` is 0"),
+        (("--max-new-tokens", 99), "`max_new_tokens` is 99"),
+        ((), "6 different prompts"),
+    ],
+)
+@pytest.mark.parametrize("are_answered", [True, False])
+def test_what_a_shift_lacks_is_told_before_the_target_is_loaded(
+    trajectories, drafter, tmp_path, capsys, monkeypatch, arguments, message, are_answered
+):
+    for module in (embedded_target, loading):
+        monkeypatch.setattr(module, "load_target", None)
+    data = ["--trajectories", trajectories]
+    if not are_answered:
+        lines = [json.dumps({"prompt": f"{i}?"}) for i in range(6)]
+        (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+        data = [word for domain in ("math", "code") for word in ("--prompts", f"{domain}={tmp_path}/prompts.jsonl")]
+        message = message if "max" not in message else "6 different prompts"
+    common = ("--home", "math", "--phases", "code", "--drafter", drafter, "--max-new-tokens", 10, "--out", tmp_path)
+    assert run("online", *data, *common, *arguments) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert message in error and "Traceback" not in error
 
 
 @pytest.mark.parametrize(

@@ -64,13 +64,15 @@ def test_help(command, capsys):
         (["--attach", "--target", "tests"], "`--target` is 'tests' and cannot be loaded"),
         (["--attach", "--target", "DRAFTER"], "drafter' and cannot be loaded (it is a drafter). Pass a Hub id, the"),
         (["--prompts", "PROMPTS", "--drafter", "./none"], "`--drafter` is './none' and cannot be loaded (there"),
+        (["--attach", "--drafter", "TARGET"], "LlamaForCausalLM"),
+        (["--attach", "--round-size", "20000"], "`round_size` is 20000, but the buffer keeps `max_rows` = 20000"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(models, tmp_path, capsys, monkeypatch, options, message):
     monkeypatch.setattr(online, "_run", None)
     drafter = [] if options == ["--attach"] else ["--drafter", str(models / "drafter")]
-    places = {"PROMPTS": str(models / "prompts.jsonl"), "DRAFTER": str(models / "drafter")}
-    given = [places.get(option, option) for option in options]
+    places = {"PROMPTS": "prompts.jsonl", "DRAFTER": "drafter", "TARGET": "target"}
+    given = [str(models / places[option]) if option in places else option for option in options]
     monkeypatch.chdir(Path(__file__).parents[2])
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert main(arguments(models, tmp_path, *drafter, *given)) == 2

@@ -8,6 +8,7 @@ from full_disk import full_after
 from stand_ins import byte_target, load_byte_target
 from tiny_models import rounding_allowed, tiny_drafter
 
+from adaflash_hf import embedded_target
 from adaflash_hf.cli import main
 from adaflash_hf.commands import trajectories as command
 from adaflash_hf.commands.trajectories import interleave, parse_layer_ids
@@ -55,6 +56,24 @@ def test_brackets_in_names_are_shown(tmp_path, prompt_files, monkeypatch, capsys
     assert run("out[b]", prompt_files[:1], "--domain", "[maths]", "--limit", 2) == 0
     shown = capsys.readouterr().out
     assert "Lengths in tokens (out[b])" in shown and "[maths]" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--drafter", "no/such/drafter"), "`--drafter` is 'no/such/drafter' and cannot be loaded"),
+        (("--drafter", "DRAFTER", "--length-policy", "length_head"), "asks for a length head"),
+        (("--features", "--target-layer-ids", "1,x"), "`--target-layer-ids` is '1,x'"),
+    ],
+)
+def test_what_needs_no_target_is_refused_before_it_is_loaded(
+    tmp_path, prompt_files, monkeypatch, capsys, arguments, message
+):
+    monkeypatch.setattr(embedded_target, "load_target", None)
+    tiny_drafter(byte_target()).save_pretrained(tmp_path / "drafter")
+    arguments = [argument.replace("DRAFTER", str(tmp_path / "drafter")) for argument in arguments]
+    assert run(tmp_path / "out", prompt_files, *arguments) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_limit_domain_and_sampling(tmp_path, prompt_files):
