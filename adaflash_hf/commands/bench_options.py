@@ -78,7 +78,7 @@ InTurnsOption = Annotated[
     typer.Option(
         "--in-turns",
         help="Let the engines of all methods answer side by side, a round each in turn: a machine that changes its "
-        "speed does so for all. Then no latencies and no peak memory are told.",
+        "speed does so for all. Then neither the time to the first token nor the peak memory is told.",
     ),
 ]
 ViaOption = Annotated[

@@ -40,6 +40,8 @@ class EngineRun:
     def __init__(self, engine: AdaFlashEngine, handles: Sequence[RequestHandle]) -> None:
         self._engine, self._handles = engine, handles
         self.seconds = 0.0
+        self._seen = [(0, 0.0)] * len(handles)  # tokens of each request, and when the last of them came
+        self._paces: list[float] = []
 
     @property
     def is_over(self) -> bool:
@@ -57,9 +59,15 @@ class EngineRun:
         self._engine.step()
         synchronize(self._engine.target.device)
         self.seconds += time.perf_counter() - begin_s
+        for index, handle in enumerate(self._handles):
+            count, (before, last_s) = len(handle.token_ids), self._seen[index]
+            if count > before:
+                if before:
+                    self._paces += [(self.seconds - last_s) / (count - before)] * (count - before)
+                self._seen[index] = (count, self.seconds)
 
     def result(self) -> MethodRun:
-        """What came of it. The latencies are those of a run that did not wait for others."""
+        """What came of it. The time to the first token is that of a run that did not wait for others."""
         results = [handle.result() for handle in self._handles]
         stats = self._engine.statistics()
         waits = [
@@ -67,12 +75,11 @@ class EngineRun:
             for result in results
             if result.stats.time_to_first_token_s is not None
         ]
-        latency = stats.token_latency_s
         return MethodRun(
             token_ids=[result.token_ids for result in results],
             generated_tokens=self.generated_tokens,
             seconds=self.seconds,
-            token_latency=Latency(latency["p50"], latency["p95"]) if latency else None,
+            token_latency=Latency.of(self._paces),
             first_token=Latency.of(waits),
             stats=stats,
             cache_memory_bytes=stats.peak_memory_bytes,
@@ -88,11 +95,11 @@ def run_in_turns(runs: Sequence[EngineRun]) -> list[MethodRun]:
             On the same requests.
 
     Returns:
-        `list[MethodRun]`: in the order of `runs`. Nobody can say how long a token of one of them would have taken
-        alone, so there are no latencies.
+        `list[MethodRun]`: in the order of `runs`, timed by their own rounds. Who has waited how long for a first token
+        is not known.
     """
     going = [run for run in runs if not run.is_over]
     while going:
         min(going, key=lambda run: run.generated_tokens).step()
         going = [run for run in going if not run.is_over]
-    return [replace(run.result(), token_latency=None, first_token=None) for run in runs]
+    return [replace(run.result(), first_token=None) for run in runs]

@@ -43,5 +43,7 @@ def test_only_rounds_of_its_own_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert order == ["short", "long", "short", "long", "long", "long"]
     assert (short.generated_tokens, short.seconds) == (2, 2.0)
     assert (long.generated_tokens, long.seconds) == (4, 4.0)
-    assert short.token_latency is None and short.first_token is None
+    # Tokens come a round of one's own apart, whoever else decoded between them.
+    assert long.token_latency is not None and (long.token_latency.p50, long.token_latency.p95) == (1.0, 1.0)
+    assert short.first_token is None
     assert short.stats is not None and short.stats.generated_tokens == 2
