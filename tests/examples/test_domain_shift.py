@@ -36,6 +36,7 @@ def example(monkeypatch):
     models = LoadedModels(target, byte_tokenizer(), drafter)
     monkeypatch.setattr(shift_run, "load_models", lambda *a: models)
     monkeypatch.setattr(shift_run, "load_drafter", lambda *a: drafter)
+    monkeypatch.setattr(shift_run, "check_checkpoint", lambda *a, **k: drafter.config)
     monkeypatch.setenv("COLUMNS", "200")
     return module
 
