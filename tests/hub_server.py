@@ -12,11 +12,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlparse
@@ -224,8 +225,11 @@ def main() -> None:
         for name, value in server.environment(Path(home)).items():
             sys.stdout.write(f"export {name}={value}\n")
         sys.stdout.flush()
-        with suppress(KeyboardInterrupt):
-            threading.Event().wait()
+        is_over = threading.Event()
+        # By handlers, for what was started in the background has inherited that it ignores SIGINT.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: is_over.set())
+        is_over.wait()
 
 
 if __name__ == "__main__":
