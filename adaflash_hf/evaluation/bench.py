@@ -297,15 +297,16 @@ def _run_cell(
                 {"method": method.name, "workload": workload, "concurrency": concurrency, "reason": reason}
             )
     runs: dict[str, list[MethodRun]] = {method.name: [] for method in ready}
+    sharing = [m for m in ready if isinstance(m, EngineMethod) and m.takes_turns] if settings.in_turns else []
+    alone = [method for method in ready if method not in sharing]
     for repeat in range(settings.repeats):
-        sharing = [m for m in ready if isinstance(m, EngineMethod) and m.takes_turns] if settings.in_turns else []
         if sharing:
             names = ", ".join(method.name for method in sharing)
             on_step(f"{where}: {names} in turns, {repeat + 1} of {settings.repeats}")
             begun = [method.begin(prompts, concurrency, settings.max_new_tokens) for method in sharing]
             for method, run in zip(sharing, run_in_turns(begun), strict=True):
                 runs[method.name].append(run)
-        for method in _in_order([method for method in ready if method not in sharing], repeat):
+        for method in _in_order(alone, repeat):
             on_step(f"{where}: {method.name}, {repeat + 1} of {settings.repeats}")
             if runs[PLAIN]:
                 method.learn_answers(runs[PLAIN][0].token_ids or [])

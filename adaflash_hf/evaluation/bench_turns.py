@@ -51,7 +51,7 @@ class EngineRun:
     @property
     def generated_tokens(self) -> int:
         """Tokens of all requests so far."""
-        return sum(len(handle.token_ids) for handle in self._handles)
+        return sum(count for count, _ in self._seen)
 
     def step(self) -> None:
         """Run one round."""
