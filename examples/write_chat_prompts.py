@@ -8,11 +8,13 @@ A drafter learns chat from the target's answers to chat prompts, and a small tar
 """
 
 import argparse
-import json
 import random
 from pathlib import Path
 
 from rich.console import Console
+
+from adaflash_hf.errors import AdaFlashError
+from adaflash_hf.training.prompts import write_prompt_file
 
 
 TEMPLATES: dict[str, list[str]] = {
@@ -263,11 +265,9 @@ def main() -> None:
     random.Random(arguments.seed).shuffle(prompts)
     prompts = prompts[: arguments.count]
     try:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
-        arguments.out.write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        parser.error(f"--out cannot be written ({error}); give another place")
+        write_prompt_file(arguments.out, prompts)
+    except AdaFlashError as error:
+        parser.error(f"--out cannot be written: {error}")
     Console().print(f"{len(prompts)} prompts written to {arguments.out}", markup=False, soft_wrap=True)
 
 

@@ -10,7 +10,6 @@ solution (`code` or `output`), of which only signature and imports are kept; a `
 
 import argparse
 import ast
-import json
 import textwrap
 import warnings
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from adaflash_hf.errors import AdaFlashError
-from adaflash_hf.training.prompts import read_records
+from adaflash_hf.training.prompts import read_records, write_prompt_file
 
 
 INDENT = "    "
@@ -89,11 +88,9 @@ def main() -> None:
         parser.error(f"--tasks cannot be read: {error}")
     prompts = list(dict.fromkeys(REQUEST.format(made) for record in records if (made := stub(record))))
     try:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
-        arguments.out.write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        parser.error(f"--out cannot be written ({error}); give another place")
+        write_prompt_file(arguments.out, prompts)
+    except AdaFlashError as error:
+        parser.error(f"--out cannot be written: {error}")
     Console().print(
         f"{len(prompts)} stubs from {len(records)} tasks written to {arguments.out}", markup=False, soft_wrap=True
     )

@@ -9,7 +9,6 @@ are replaced by others of as many digits; a drafter learns from what the target 
 """
 
 import argparse
-import json
 import random
 import re
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from adaflash_hf.errors import AdaFlashError
-from adaflash_hf.training.prompts import read_prompt_file
+from adaflash_hf.training.prompts import read_prompt_file, write_prompt_file
 
 
 NUMBER = re.compile(r"\d+")
@@ -59,11 +58,9 @@ def main() -> None:
     made = [with_other_numbers(question, rng) for question in rng.sample(questions, arguments.count)]
     prompts = sorted(set(made) - set(read))  # one-digit numbers may come out as those of another question
     try:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
-        arguments.out.write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        parser.error(f"--out cannot be written ({error}); give another place")
+        write_prompt_file(arguments.out, prompts)
+    except AdaFlashError as error:
+        parser.error(f"--out cannot be written: {error}")
     Console().print(f"{len(prompts)} questions written to {arguments.out}", markup=False, soft_wrap=True)
 
 

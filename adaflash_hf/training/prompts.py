@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..atomic_files import written_aside
 from ..errors import InvalidInputError
+from ..output_places import writing_to
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-__all__ = ["Prompt", "encode_prompts", "prompt_of_record", "read_prompt_file", "read_records"]
+__all__ = ["Prompt", "encode_prompts", "prompt_of_record", "read_prompt_file", "read_records", "write_prompt_file"]
 
 _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _ENCODING_BATCH = 256
@@ -260,3 +262,23 @@ def _messages(record: dict[str, Any], place: str, column: str | None = None) -> 
     if not messages or not messages[-1][1].strip():
         raise InvalidInputError(f"`prompts`: `{field}` in {place} holds no text of the user; remove the record.")
     return tuple(messages)
+
+
+def write_prompt_file(path: Path, prompts: Sequence[str]) -> None:
+    """
+    Writes JSON lines that [`read_prompt_file`] reads, whole or not at all.
+
+    Args:
+        path (`Path`):
+            The file; directories above it are made.
+        prompts (`Sequence[str]`):
+            What a user says, one line each.
+
+    Raises:
+        OutputError: It cannot be written.
+    """
+    lines = (json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    with writing_to(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_aside(path) as partial:
+            partial.write_text("".join(lines), encoding="utf-8")

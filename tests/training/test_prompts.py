@@ -5,8 +5,8 @@ import json
 import pytest
 from stand_ins import byte_tokenizer
 
-from adaflash_hf.errors import InvalidInputError
-from adaflash_hf.training.prompts import Prompt, encode_prompts, read_prompt_file
+from adaflash_hf.errors import InvalidInputError, OutputError
+from adaflash_hf.training.prompts import Prompt, encode_prompts, read_prompt_file, write_prompt_file
 
 
 def written(tmp_path, *records, name="file.jsonl"):
@@ -113,3 +113,15 @@ def test_prompts_go_through_the_chat_template_if_there_is_one():
     assert tokenizer.decode(encoded[1]) == "<|system|>S<|user|>two<|assistant|>"
     plain = byte_tokenizer(chat=False)
     assert plain.decode(encode_prompts(plain, prompts)[0]) == "S\n\none"
+
+
+def test_a_written_file_is_read_back(tmp_path):
+    path = tmp_path / "new" / "prompts.jsonl"
+    write_prompt_file(path, ["Who?", "Two\nlines\u2028and more"])
+    assert [prompt.messages for prompt in read_prompt_file(path, "x")] == [
+        (("user", "Who?"),),
+        (("user", "Two\nlines\u2028and more"),),
+    ]
+    with pytest.raises(OutputError, match="out"):
+        write_prompt_file(path / "below", ["Who?"])
+    assert [file.name for file in path.parent.iterdir()] == ["prompts.jsonl"]
