@@ -13,6 +13,7 @@ import torch
 
 from adaflash_hf import LengthPolicy, RoundContext, RoundOutcome
 from adaflash_hf.generation.cost_table import CostTable
+from adaflash_hf.generation.draft_head import LikeliestTokens
 
 
 BLOCK_SIZE = 8
@@ -92,6 +93,8 @@ class Simulation:
             are accepted, by round.
         num_active (`Callable`): Requests, by round.
         head_bias (`float`): What the head multiplies the expected number of accepted drafts by.
+        gives_probabilities (`bool`): Whether the policy is given the true rate of every slot, as a drafter that knows
+            itself would do by the probabilities of its drafts.
         noise (`float`): Spread of the logarithm of a round's time.
         is_packed (`bool`): Whether rows cost one by one.
         can_cut (`bool`): Whether blocks are cut to what the policy wants.
@@ -101,6 +104,7 @@ class Simulation:
     rate: Callable[[int], float | Sequence[float]]
     num_active: Callable[[int], int]
     head_bias: float = 1.0
+    gives_probabilities: bool = False
     noise: float = 0.05
     is_packed: bool = True
     can_cut: bool = False
@@ -141,6 +145,9 @@ class Simulation:
             expected = np.cumprod(rates[:num_drafted], axis=1).sum(axis=1)
             states = torch.zeros(num_drafted, longest, 2)
             states[:, 0, 0] = torch.tensor(np.clip((expected * self.head_bias + 1) / BLOCK_SIZE, 0.01, 0.99))
+            if self.gives_probabilities:
+                known = torch.tensor(rates[:num_drafted, : longest - 1])
+                context.likeliest = LikeliestTokens(torch.zeros(known.shape, dtype=torch.long), known)
             lengths[:num_drafted] = policy.choose(stand_in_drafter(), states, context)
         if not self.is_packed:
             lengths[:] = lengths.max()

@@ -1,10 +1,11 @@
-"""How likely each drafted slot is to be accepted: what a head says, corrected by what the target then does.
+"""How likely each drafted slot is to be accepted: what the drafter says, corrected by what the target then does.
 
-A head is trained once and its errors are systematic: too sure, too shy, or blind to a new domain. Here its forecasts
-are corrected twice. How much too sure it is of a slot on the whole shows after a few blocks already. Beyond that, its
-forecasts are sorted into buckets, and in each bucket the share of drafts that were really accepted takes over as
-observations come in. Only slots whose turn came count: a slot behind a rejected one, or beyond the verify length, says
-nothing. Slots are chosen by forecasts alone, so within a bucket the share is unbiased however few were verified.
+The drafter says it by the probabilities that it gives its own drafts, or by a head. Both were trained once and their
+errors are systematic: too sure, too shy, or blind to a new domain. Here such forecasts are corrected twice. How much
+too sure they are of a slot on the whole shows after a few blocks already. Beyond that, forecasts are sorted into
+buckets, and in each bucket the share of drafts that were really accepted takes over as observations come in. Only
+slots whose turn came count: a slot behind a rejected one, or beyond the verify length, says nothing. Slots are chosen
+by forecasts alone, so within a bucket the share is unbiased however few were verified.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from ..errors import InvalidInputError
 if TYPE_CHECKING:
     from ..modeling_confidence_head import ConfidenceHeadModel
     from ..modeling_dflash_drafter import DFlashDrafterModel
+    from .draft_head import LikeliestTokens
 
 
 __all__ = ["AcceptanceForecaster", "Forecast", "confidence_head_of", "geometric_rates"]
 
-ForecastSource = Literal["confidence_head", "length_head", "history"]
+ForecastSource = Literal["confidence_head", "probabilities", "length_head", "history"]
 
 _RATIO_BUCKETS = 16
 _PROBABILITY_BUCKETS = 20
@@ -50,7 +52,7 @@ class Forecast:
 
     Attributes:
         rates (`np.ndarray` of shape `(num_requests, draft_length)`):
-            The head's probability that a slot is accepted, given that all before it are.
+            The drafter's word for how likely a slot is to be accepted, given that all before it are.
         buckets (`np.ndarray` of shape `(num_requests, draft_length)`): Where each belongs in the memory.
 
     Slots that a cut block does not draft have forecasts too, as if it were whole.
@@ -90,8 +92,9 @@ class AcceptanceForecaster:
     """
     Forecasts acceptance per slot and learns from every verified block.
 
-    The head is the drafter's confidence head (per-slot probabilities) if there is one, else its length head (an
-    expected count, read as a constant rate per slot), else none: then every block is forecast like those before it.
+    It asks the drafter's confidence head if there is one; else the probabilities of its likeliest tokens if they are
+    given; else its length head (an expected count, read as a constant rate per slot); else nobody, and every block is
+    forecast like those before it.
 
     Args:
         draft_length (`int`): Slots of a block that draft.
@@ -105,21 +108,26 @@ class AcceptanceForecaster:
         self._confidence_head = confidence_head
         # What a length head says of a cut block is not what it would say of the whole one, so each number of drafts
         # has a part of the memory of its own; the last one is that of whole blocks.
-        self._part_size = max(_RATIO_BUCKETS * draft_length, _PROBABILITY_BUCKETS)
+        self._part_size = max(_RATIO_BUCKETS, _PROBABILITY_BUCKETS) * draft_length
         self._seen = np.zeros(draft_length * self._part_size)
         self._accepted = np.zeros(draft_length * self._part_size)
         # By part and slot, of those whose turn came: how many, how many the head expected to be accepted, how many
         # were.
         self._by_slot = np.zeros((3, draft_length, draft_length))
+        # Mean probabilities in whole blocks, and how many blocks: for slots that a cut block does not draft.
+        self._usual, self._num_whole = np.full(draft_length, _UNKNOWN_RATE), 0
         self._source: ForecastSource | None = None
 
     @torch.no_grad()
-    def forecast(self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor) -> Forecast:
+    def forecast(
+        self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, likeliest: LikeliestTokens | None = None
+    ) -> Forecast:
         """
         Args:
             drafter (`DFlashDrafterModel`): The unwrapped drafter, for its heads.
             hidden_states (`torch.Tensor` of shape `(num_requests, rows, hidden_size)`):
                 Of whole blocks, or of their first rows if it [`can_forecast_cut`].
+            likeliest (`LikeliestTokens` of shape `(num_requests, slots)`, *optional*): Projected from these rows.
 
         Returns:
             `Forecast`: One row per request; costs one transfer from the device.
@@ -137,6 +145,12 @@ class AcceptanceForecaster:
                 )
             buckets = np.minimum((probabilities * _PROBABILITY_BUCKETS).astype(int), _PROBABILITY_BUCKETS - 1)
             return Forecast(probabilities.astype(float), whole + buckets)
+        if likeliest is not None:
+            self._use("probabilities")
+            probabilities = self._complete(likeliest.probabilities.float().cpu().numpy())
+            buckets = np.minimum((probabilities * _PROBABILITY_BUCKETS).astype(int), _PROBABILITY_BUCKETS - 1)
+            # What comes after accepted drafts is likelier than the drafter, which sees none of them, takes it to be.
+            return Forecast(probabilities, whole + slots * _PROBABILITY_BUCKETS + buckets)
         if drafter.length_head is None:
             self._use("history")
             shape = (hidden_states.shape[0], self.draft_length)
@@ -152,6 +166,17 @@ class AcceptanceForecaster:
             np.repeat(rates[:, None], self.draft_length, axis=1), parts + bucket[:, None] * self.draft_length + slots
         )
 
+    def _complete(self, probabilities: np.ndarray) -> np.ndarray:
+        """Probabilities of the first slots of some blocks; the others are given those that they have on average."""
+        num_blocks, num_slots = probabilities.shape
+        if num_slots == self.draft_length:
+            self._num_whole += num_blocks
+            share = num_blocks / min(self._num_whole, max(_MEMORY_WEIGHT, num_blocks))
+            self._usual = self._usual + share * (probabilities.mean(axis=0) - self._usual)
+        complete = np.repeat(self._usual[None], num_blocks, axis=0)
+        complete[:, :num_slots] = probabilities
+        return complete
+
     def num_drafts_in(self, hidden_states: torch.Tensor) -> int:
         """Drafts that blocks of `(num_requests, rows, hidden_size)` have rows for; fewer than a block's if cut."""
         return self.draft_length - (self.block_size - hidden_states.shape[1])
@@ -159,7 +184,7 @@ class AcceptanceForecaster:
     @property
     def can_forecast_cut(self) -> bool:
         """Whether it can forecast blocks of which only the first rows were drafted; a confidence head reads all."""
-        return self._source in ("length_head", "history")
+        return self._source in ("probabilities", "length_head", "history")
 
     def _use(self, source: ForecastSource) -> None:
         """Buckets mean something else for another head."""

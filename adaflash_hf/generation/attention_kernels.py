@@ -69,7 +69,9 @@ def _by_products(
     """Two matrix products, with capped scores and attention sinks if need be."""
     scaling = queries.shape[-1] ** -0.5 if scoring.scaling is None else scoring.scaling
     # The longer operand first: the other one is the one that a product rearranges.
-    scores = torch.matmul(keys, queries.transpose(2, 3)).transpose(2, 3).float() * scaling
+    scores = torch.matmul(keys, queries.transpose(2, 3)).transpose(2, 3)
+    # Put in order while they are short: what follows walks along the keys, and does so slowly in the other order.
+    scores = scores.contiguous().float() * scaling
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
     if mask is not None:

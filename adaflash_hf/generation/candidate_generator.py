@@ -13,13 +13,13 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..modeling_dflash_drafter import DFlashDrafterModel
-from .acceptance import greedy_tokens, sample_tokens
+from .acceptance import sample_tokens
 from .appending_cache import appending_cache
 from .block_inputs import BlockEmbedder
 from .cache_rollback import select_cache_rows
 from .compatibility import unwrap_model
 from .context_features import concatenate_context_features, hidden_states_to_request
-from .draft_head import DraftHead
+from .draft_head import DraftHead, LikeliestTokens
 from .length_policies import FixedLengthPolicy, LengthPolicy, RoundContext
 from .statistics import StatisticsRecorder
 from .visibility import drafter_visibility
@@ -207,10 +207,10 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         round_context.longest = [min(length, longest) for length in round_context.longest]
         with self.recorder.phase("draft"):
             hidden_states = self.draft_hidden_states(anchor_ids, anchor_positions)
-            if self.length_policy.needs_draft_logits(self.base_drafter):
-                round_context.draft_logits = self._draft_head.logits(hidden_states[:, self._first_draft_slot :])
+            if self.length_policy.needs_likeliest(self.base_drafter):
+                round_context.likeliest = self.likeliest(hidden_states)
             lengths = self.length_policy.choose(self.base_drafter, hidden_states, round_context)
-            return self.project(hidden_states, lengths, anchor_ids.device, round_context.draft_logits)
+            return self.project(hidden_states, lengths, anchor_ids.device, round_context.likeliest)
 
     def draft_hidden_states(self, anchor_ids: torch.Tensor, anchor_positions: torch.Tensor) -> torch.Tensor:
         """The drafter's forward of [`propose`] alone: hidden states of `(batch_size, block_size, hidden_size)`."""
@@ -254,12 +254,16 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         bias = torch.zeros(visible.shape, dtype=self._dtype, device=visible.device)
         return bias.masked_fill(~visible, torch.finfo(bias.dtype).min)
 
+    def likeliest(self, hidden_states: torch.Tensor) -> LikeliestTokens:
+        """The drafter's likeliest tokens in all draft slots of `(batch_size, block_size, hidden_size)`."""
+        return self._draft_head.likeliest(hidden_states[:, self._first_draft_slot :])
+
     def project(
         self,
         hidden_states: torch.Tensor,
         verify_lengths: list[int],
         device: torch.device,
-        known_logits: torch.Tensor | None = None,
+        likeliest: LikeliestTokens | None = None,
     ) -> Proposal:
         """Turns hidden states into drafts, as many for each sequence as the longest of the verify lengths asks for.
 
@@ -267,19 +271,16 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
             hidden_states (`torch.Tensor` of shape `(batch_size, block_size, hidden_size)`): Of a whole block.
             verify_lengths (`list[int]`): Rows to verify per sequence, the anchor included.
             device (`torch.device`): Where the drafts shall be.
-            known_logits (`torch.Tensor` of shape `(batch_size, draft_length, vocab_size)`, *optional*):
-                The projection, if it was done already.
+            likeliest (`LikeliestTokens`, *optional*): Of these hidden states, where they are known already.
         """
         first, num_drafts, lengths = self._first_draft_slot, max(verify_lengths) - 1, verify_lengths
         kept = hidden_states[:, first : first + num_drafts]
         if num_drafts == 0:
             return Proposal(torch.zeros(kept.shape[:2], dtype=torch.long, device=device), None, lengths)
-        if self._draft_warper is None and known_logits is None:
-            return Proposal(self._draft_head.argmax(kept).to(device), None, lengths)
-        logits = self._draft_head.logits(kept) if known_logits is None else known_logits[:, :num_drafts]
-        logits = logits.to(device)
         if self._draft_warper is None:
-            return Proposal(greedy_tokens(logits), None, lengths)
+            ids = self._draft_head.argmax(kept) if likeliest is None else likeliest.token_ids[:, :num_drafts]
+            return Proposal(ids.to(device), None, lengths)
+        logits = self._draft_head.logits(kept).to(device)
         batch, drafts, vocab = logits.shape
         # With a drafter that overflowed any distribution will do, for the target corrects it; but it must be one.
         warped = self._draft_warper(logits.reshape(-1, vocab).float().nan_to_num(posinf=1e4, neginf=float("-inf")))

@@ -51,7 +51,7 @@ class ConfidencePolicy(LengthPolicy):
         self.min_verify_length = min_verify_length
         self._confidence_head = confidence_head
 
-    def needs_draft_logits(self, drafter: DFlashDrafterModel) -> bool:
+    def needs_likeliest(self, drafter: DFlashDrafterModel) -> bool:
         return self._head_of(drafter) is None
 
     def _head_of(self, drafter: DFlashDrafterModel) -> ConfidenceHeadModel | None:
@@ -64,14 +64,12 @@ class ConfidencePolicy(LengthPolicy):
         head = self._head_of(drafter)
         if head is not None:
             probabilities = head(hidden_states).probabilities
-        elif context.draft_logits is not None:
-            # The largest entry of the softmax, without the softmax.
-            logits = context.draft_logits.float()
-            probabilities = (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp()
+        elif context.likeliest is not None:
+            probabilities = context.likeliest.probabilities
         else:
             raise InvalidInputError(
-                "`ConfidencePolicy` has neither a confidence head nor `context.draft_logits`. A decoding loop must "
-                "ask `needs_draft_logits` and pass the logits of all draft slots."
+                "`ConfidencePolicy` has neither a confidence head nor `context.likeliest`. A decoding loop must ask "
+                "`needs_likeliest` and pass the likeliest tokens of all draft slots."
             )
         kept = (probabilities.cumprod(dim=-1) >= self.threshold).sum(dim=-1) + 1  # [num_drafted]
         lengths = kept.clamp(min=self.min_verify_length).tolist()

@@ -6,14 +6,14 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from ..errors import InvalidInputError
-from .acceptance_forecast import AcceptanceForecaster, Forecast
+from .acceptance_forecast import AcceptanceForecaster, Forecast, confidence_head_of
 from .cost_calibration import RoundBench, calibrated_table
 from .cost_table import CostCorrection, CostTable
 from .length_optimum import best_lengths
@@ -29,16 +29,16 @@ __all__ = ["CostAwarePolicy", "shared_cost_aware_policy"]
 
 # Blocks whose forecasts stand for the next ones when nothing is drafted yet.
 _REMEMBERED_BLOCKS = 256
-_OUTLOOK_SAMPLES = 8
+# Rounds that the outlook deals them out to at most, and blocks of all of those.
+_OUTLOOK_SAMPLES, _OUTLOOK_BLOCKS = 8, 128
 # Fewer blocks than this say nothing yet; they are drafted whatever it costs, once, for a few requests at a time.
 _LEAST_BLOCKS = 16
-# What drafting must promise beyond plain decoding before it is done for all: so much where all is known well, and more
-# while that rests on few blocks or few drafted rounds whose time was taken. A block's tokens vary by half their mean
-# or so; chance that looked like a gain would be paid for by all requests.
+# What drafting must promise beyond plain decoding before it is taken to be better: so much where all is known well,
+# and more while that rests on few blocks or few drafted rounds whose time was taken. A block's tokens vary by half
+# their mean or so; chance that looked like a gain would be paid for by all requests. Until then rounds with drafts are
+# trials, which stop when they have cost more than trials may.
 _LEAST_GAIN = 0.02
 _UNSURE_GAIN = 0.35
-# So much more to begin with it: what the target said of all tokens since must go through the drafter first.
-_GAIN_TO_BEGIN = 0.05
 _BLOCKS_PER_ROUND = 8  # a timed draft for all says as much about costs as so many blocks about drafts
 # Rounds for which corrected costs and the outlook of drafting are good enough, or for a share of the rounds so far if
 # they are few; more often is not worth its time.
@@ -46,18 +46,22 @@ _KEPT_ROUNDS = 8
 _KEPT_SHARE = 8
 # Trials in a row that found what was expected halve the time that trials may cost, so many times at most.
 _MOST_HALVINGS = 2
+# A trial that lost less than this share of its time may have had bad luck.
+_CLEAR_LOSS = 0.1
 # Times what was expected, beyond which a round is not long for what was done in it.
 _LONGEST_ROUND = 2.0
-# Requests that a trial of drafting drafts for, and rows it verifies of each at least: enough to see how drafts fare,
-# and a fraction of the cost of all.
+# Requests that a trial of drafting drafts for where drafting for all would cost more, and rows it verifies of each at
+# least: enough to see how drafts fare, and a fraction of the cost of all.
 _TRIAL_REQUESTS = 4
 _TRIAL_LENGTH = 4
 # Rounds after which drafting that does not pay is given up until it does: features are not collected any more. Until
 # then they are held and nothing is made of them, which costs little but memory.
 _PATIENCE_ROUNDS = 128
 
-# Where blocks are cut, one in so many rounds drafts whole ones: what the later slots are worth may change.
+# Where blocks are cut, one in so many rounds drafts whole ones, and more rarely where that shows many blocks at once:
+# what the later slots are worth may change.
 _WHOLE_EVERY = 32
+_WHOLE_BLOCKS = 16
 
 # What belongs to the models and the loop that a policy was last prepared for.
 _LEARNED = (
@@ -68,6 +72,7 @@ _LEARNED = (
     "_budget_s",
     "_confirmations",
     "_rounds_unpaid",
+    "_rounds_plain",
     "_kept",
     "_num_rounds",
     "_timed_drafts",
@@ -105,28 +110,40 @@ class _Outlook:
         return self.tokens / self.seconds
 
 
+class _Trial(NamedTuple):
+    """A round with drafts that is done to see how they fare: for how many requests, and what it loses in seconds."""
+
+    num_drafted: int
+    lost_s: float
+
+
 class CostAwarePolicy(LengthPolicy):
     """
     Chooses every round what promises the most tokens per second, plain decoding included.
 
     What a round costs comes from a table that is measured once per target, drafter and device ([`calibrated_table`])
-    and corrected by the rounds that follow; what it yields comes from the drafter's heads, corrected by what the
-    target accepts ([`AcceptanceForecaster`]). Before a draft, the forecasts of recent blocks say whether drafting
-    pays at the present concurrency, and of a drafter whose blocks can be cut, how many rows; after it, the rows most
-    likely to be accepted are verified as long as one more pays for itself ([`best_lengths`]).
+    and corrected by the rounds that follow; what it yields comes from the probabilities that the drafter gives its
+    drafts, corrected by what the target accepts ([`AcceptanceForecaster`]). Before a draft, the forecasts of recent
+    blocks say whether drafting pays at the present concurrency, and of a drafter whose blocks can be cut, how many
+    rows; after it, the rows most likely to be accepted are verified as long as one more pays for itself
+    ([`best_lengths`]).
 
     The promise is never to be slower than plain decoding. So that both sides stay known, the one that is thought to
     be slower is tried now and then, as often as keeps the time lost by trying below `exploration_share` of all time,
     and a quarter of that once trials keep finding what was expected. In an engine a trial of drafting is one for a few
-    requests, the very first ones included, and where drafting has not paid for some rounds nothing else is done for
-    it.
+    requests, the very first ones included, or for all where that is expected to lose less; and where drafting has
+    promised nothing for some rounds nothing else is done for it.
 
     Choices follow from hidden states, costs, and earlier rounds alone, never from the ids drafted now, so that sampled
     output keeps the target's distribution.
 
     Args:
         exploration_share (`float`, defaults to 0.01): Share of time that trying the other side may cost.
-        confidence_head (`ConfidenceHeadModel`, *optional*): Forecasts in place of the drafter's own heads.
+        confidence_head (`ConfidenceHeadModel`, *optional*): Forecasts in place of the drafter.
+        reads_probabilities (`bool`, defaults to `True`):
+            Whether to forecast from the probabilities of the drafts unless there is a confidence head. They say more
+            of a slot than the length head does, and cost the projection of all that is drafted rather than of what is
+            verified; with `False` the length head forecasts.
         table (`CostTable`, *optional*): Costs, if they are known; then nothing is measured.
         cache_directory (`Path`, *optional*): Where measured costs are kept; see [`cost_table_directory`].
         refresh_costs (`bool`, defaults to `False`): Measure costs even if they are on disk.
@@ -136,6 +153,7 @@ class CostAwarePolicy(LengthPolicy):
         self,
         exploration_share: float = 0.01,
         confidence_head: ConfidenceHeadModel | None = None,
+        reads_probabilities: bool = True,
         table: CostTable | None = None,
         cache_directory: Path | None = None,
         refresh_costs: bool = False,
@@ -146,6 +164,7 @@ class CostAwarePolicy(LengthPolicy):
             )
         self.exploration_share = exploration_share
         self._confidence_head = confidence_head
+        self._reads_probabilities = reads_probabilities
         self._given_table = table
         self._cache_directory = cache_directory
         self._refresh_costs = refresh_costs
@@ -164,12 +183,14 @@ class CostAwarePolicy(LengthPolicy):
         self._budget_s = 0.0
         self._confirmations: dict[tuple[int, bool], int] = {}
         self._rounds_unpaid = 0
+        self._rounds_plain = 0
         self._kept: dict[Hashable, tuple[int, Any]] = {}
         self._num_rounds = 0
         self._timed_drafts = 0.0
 
     def prepare(self, bench: RoundBench) -> None:
         """Looks up or measures costs, unless that is done already for these models and this many requests."""
+        bench.reads_likeliest = self.needs_likeliest(bench.drafter)
         fingerprint = bench.fingerprint()
         if self._fingerprint != fingerprint:
             # One policy serves all calls of `generate()`, and those with one prompt and with several cost otherwise.
@@ -185,6 +206,9 @@ class CostAwarePolicy(LengthPolicy):
 
     # Choosing
 
+    def needs_likeliest(self, drafter: DFlashDrafterModel) -> bool:
+        return self._reads_probabilities and (self._confidence_head or confidence_head_of(drafter)) is None
+
     def begin_round(self, num_prefilled: int) -> None:
         self._is_prefilling = num_prefilled > 0
 
@@ -196,23 +220,23 @@ class CostAwarePolicy(LengthPolicy):
         is_draft_better = self._pays(outlook, num_active)
         if is_draft_better:
             lost_s = plain_s - num_active / outlook.tok_per_s
-        elif self._is_packed:
-            lost_s = self._trial_loss(num_active)
         else:
-            lost_s = outlook.seconds - outlook.tokens * plain_s / num_active
+            lost_s = self._trial(outlook, num_active).lost_s
         return is_draft_better != (self._budget_s >= lost_s)
 
     def most_drafted(self, num_active: int) -> int:
         outlook = self._outlook(num_active)
-        is_draft_better = outlook is not None and self._pays(outlook, num_active)
-        return num_active if is_draft_better else min(num_active, _TRIAL_REQUESTS)
+        if outlook is None:
+            return min(num_active, _TRIAL_REQUESTS)
+        return num_active if self._pays(outlook, num_active) else self._trial(outlook, num_active).num_drafted
 
     def longest_wanted(self, num_active: int) -> int | None:
         outlook = self._outlook(num_active)
-        # A trial drafts whole blocks: it is there to see.
-        if outlook is None or self._num_rounds % _WHOLE_EVERY == 0 or not self._pays(outlook, num_active):
+        if outlook is None or self._num_rounds % (_WHOLE_EVERY * max(num_active // _WHOLE_BLOCKS, 1)) == 0:
             return None
-        return outlook.longest
+        # A trial with a few requests drafts whole blocks: it is there to see.
+        is_for_all = self._pays(outlook, num_active) or self._trial(outlook, num_active).num_drafted == num_active
+        return outlook.longest if is_for_all else None
 
     def keeps_context(self, num_active: int) -> bool:
         outlook = self._outlook(num_active)
@@ -228,24 +252,28 @@ class CostAwarePolicy(LengthPolicy):
         """Whether drafting promises enough more than plain decoding."""
         recent = self._recent  # none if another thread's call has been told of a new drafter since
         evidence = min(1 if recent is None else len(recent.rates), 1 + _BLOCKS_PER_ROUND * self._timed_drafts)
-        gain = _LEAST_GAIN + _UNSURE_GAIN / evidence**0.5 + (_GAIN_TO_BEGIN if self._rounds_unpaid else 0.0)
+        gain = _LEAST_GAIN + _UNSURE_GAIN / evidence**0.5
         return outlook.tok_per_s > (1 + gain) * num_active / self._plain_seconds(num_active)
 
-    def _trial_loss(self, num_active: int) -> float:
-        """Seconds that a round with drafts for a few requests is expected to lose against plain decoding."""
+    def _trial(self, outlook: _Outlook, num_active: int) -> _Trial:
+        """The round with drafts that loses least against plain decoding: one for all requests or for a few."""
+        for_all = _Trial(num_active, outlook.seconds - outlook.tokens * self._plain_seconds(num_active) / num_active)
+        if not self._is_packed or num_active <= _TRIAL_REQUESTS:
+            return for_all
 
-        def loss() -> float:
+        def small_loss() -> float:
             recent, forecaster = self._recent, self._forecaster
             if recent is None or forecaster is None:
                 return 0.0  # as in `_pays`
             survival = forecaster.survival(recent)
-            num_drafted, drafts = min(num_active, _TRIAL_REQUESTS), min(_TRIAL_LENGTH - 1, survival.shape[1])
-            seconds = self._draft_round_seconds(num_active, num_drafted, survival.shape[1], True)[num_drafted * drafts]
-            accepted = num_drafted * float(survival[:, :drafts].sum(axis=1).mean())
+            drafts, slots = min(_TRIAL_LENGTH - 1, survival.shape[1]), survival.shape[1]
+            seconds = self._draft_round_seconds(num_active, _TRIAL_REQUESTS, slots, True)[_TRIAL_REQUESTS * drafts]
+            accepted = _TRIAL_REQUESTS * float(survival[:, :drafts].sum(axis=1).mean())
             plain_s = self._plain_seconds(num_active)
             return float(seconds) - plain_s * (1 + accepted / num_active)
 
-        return self._keep(("trial", num_active), loss)
+        small = _Trial(_TRIAL_REQUESTS, self._keep(("trial", num_active), small_loss))
+        return min(for_all, small, key=lambda trial: trial.lost_s)
 
     def choose_lengths(
         self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, context: RoundContext
@@ -253,19 +281,21 @@ class CostAwarePolicy(LengthPolicy):
         draft_length, block_size = drafter.config.draft_length, drafter.config.block_size
         if self._forecaster is None or self._forecaster.draft_length != draft_length:
             self._forecaster = AcceptanceForecaster(draft_length, block_size, self._confidence_head)
-        forecast = self._forecaster.forecast(drafter, hidden_states)
+        forecast = self._forecaster.forecast(drafter, hidden_states, context.likeliest)
         num_drafts = self._forecaster.num_drafts_in(hidden_states)
         longest = None if num_drafts == draft_length else num_drafts + 1
         key = (context.num_active, len(context.longest), draft_length, context.is_packed, longest)
         seconds = self._keep(key, lambda: self._draft_round_seconds(*key))
         survival = self._forecaster.survival(forecast)
-        expected = best_lengths(survival, context.longest, context.num_active, seconds, context.is_packed)
+        padding_s = self._padding_seconds(len(context.longest))
+        expected = best_lengths(survival, context.longest, context.num_active, seconds, context.is_packed, padding_s)
         lengths = expected.lengths
         if len(context.longest) <= self.most_drafted(context.num_active) < context.num_active:
             # A trial is there to see, also of slots that were rejected when they were last seen.
             least = [min(_TRIAL_LENGTH, bound) for bound in context.longest]
             lengths = [max(pair) for pair in zip(lengths, least, strict=True)]
-        context.memo = _Choice(forecast, float(seconds[_index_of(lengths, context.is_packed)]), longest)
+        expected_s = float(seconds[_index_of(lengths, context.is_packed)]) + padding_s * _num_padded(lengths)
+        context.memo = _Choice(forecast, expected_s, longest)
         return lengths
 
     def verify_lengths(self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, longest: int) -> list[int]:
@@ -281,6 +311,10 @@ class CostAwarePolicy(LengthPolicy):
                 "loop of your own call `policy.prepare(bench)` first, or pass `table`."
             )
         return self._table
+
+    def _padding_seconds(self, num_drafted: int) -> float:
+        """Seconds of a row that attention pads. The few requests of a trial are padded among themselves, if at all."""
+        return self._costs().padding_s if self._is_packed and num_drafted > _TRIAL_REQUESTS else 0.0
 
     def _plain_seconds(self, num_active: int) -> float:
         def corrected() -> float:
@@ -328,17 +362,19 @@ class CostAwarePolicy(LengthPolicy):
         assert self._forecaster is not None
         survival = self._forecaster.survival(recent)
         draft_length = survival.shape[1]
-        samples = min(_OUTLOOK_SAMPLES, max(len(survival) // num_active, 1))
+        samples = min(_OUTLOOK_SAMPLES, max(min(len(survival), _OUTLOOK_BLOCKS) // num_active, 1))
         # The newest blocks, dealt out to rounds of this many requests, some more than once if there are too few.
         picks = (-1 - np.arange(samples * num_active) % len(survival)).reshape(samples, num_active)
 
         def outlook(longest: int | None) -> _Outlook:
             seconds = self._draft_round_seconds(num_active, num_active, draft_length, self._is_packed, longest)
             bounds = [longest or draft_length + 1] * num_active
-            choices = [best_lengths(survival[rows], bounds, num_active, seconds, self._is_packed) for rows in picks]
+            rounds = [(survival[rows], bounds, num_active, seconds, self._is_packed, padding_s) for rows in picks]
+            choices = [best_lengths(*each) for each in rounds]
             tokens, spent_s = (sum(getattr(choice, name) for choice in choices) for name in ("tokens", "seconds"))
             return _Outlook(tokens / samples, spent_s / samples, longest)
 
+        padding_s = self._padding_seconds(num_active)
         cuts = [length for length in self._costs().lengths if 1 < length <= draft_length]
         if self._costs().cut_draft_s is None or not self._forecaster.can_forecast_cut:
             cuts = []
@@ -355,6 +391,7 @@ class CostAwarePolicy(LengthPolicy):
         self._spend(context, outcome)
         if outcome.round_s is not None and outcome.round_s > 0:
             self._learn_costs(context, outcome, outcome.round_s)
+        self._rounds_plain = 0 if outcome.drafted else self._rounds_plain + 1
         if isinstance(context.memo, _Choice):
             self._learn_acceptance(context.memo, outcome)
 
@@ -366,23 +403,32 @@ class CostAwarePolicy(LengthPolicy):
             return
         plain_s = self._plain_seconds(num_active)
         is_draft_better = self._pays(outlook, num_active)
-        self._rounds_unpaid = 0 if is_draft_better else self._rounds_unpaid + 1
+        self._rounds_unpaid = 0 if outlook.tok_per_s >= num_active / plain_s else self._rounds_unpaid + 1
         tok_per_s = outlook.tok_per_s if is_draft_better else num_active / plain_s
         expected_s = context.memo.seconds if isinstance(context.memo, _Choice) else plain_s
         if outcome.round_s is None:
             # What else was done in it would have been done anyway: count as if it had been decoding alone.
             round_s, committed = expected_s, num_active + sum(outcome.accepted)
         else:
-            # A round that another process held up would otherwise forbid trials for a long time.
-            round_s, committed = min(outcome.round_s, _LONGEST_ROUND * expected_s), outcome.committed
+            # A round that another process held up would otherwise forbid trials for a long time; and what the drafter
+            # had to make good for is no reason to stop once it is done.
+            longest_s = (1.0 if self._is_catching_up(context, outcome) else _LONGEST_ROUND) * expected_s
+            round_s, committed = min(outcome.round_s, longest_s), outcome.committed
         key = (_magnitude(num_active), is_draft_better)
         lost_s = 0.0
-        # A round on the better side may have bad luck; only trials are paid for.
+        # A round on the better side may have bad luck; only trials are paid for. Those that win make good for what
+        # others lost, and save nothing up.
         if outcome.drafted != is_draft_better:
-            lost_s = max(round_s - committed / tok_per_s, 0.0)
-            self._confirmations[key] = self._confirmations.get(key, 0) + 1 if lost_s > 0 else 0
+            lost_s = max(round_s - committed / tok_per_s, min(self._budget_s, 0.0))
+            is_clear = lost_s > _CLEAR_LOSS * round_s
+            self._confirmations[key] = self._confirmations.get(key, 0) + 1 if is_clear else 0
         halvings = min(self._confirmations.get(key, 0), _MOST_HALVINGS)
         self._budget_s += self.exploration_share * round_s / 2**halvings - lost_s
+
+    def _is_catching_up(self, context: RoundContext, outcome: RoundOutcome) -> bool:
+        """Whether the drafter had what many requests said in several rounds to read, which costs more than drafting in
+        every round does."""
+        return outcome.drafted and self._rounds_plain > 0 and len(context.longest) > _TRIAL_REQUESTS
 
     def _learn_costs(self, context: RoundContext, outcome: RoundOutcome, round_s: float) -> None:
         num_active = context.num_active
@@ -390,13 +436,18 @@ class CostAwarePolicy(LengthPolicy):
             tabulated = float(self._costs().target_seconds(num_active, 1.0))
             self._correction.observe(round_s / tabulated, "plain", _magnitude(num_active))
             return
+        longest = context.memo.longest if isinstance(context.memo, _Choice) else None
+        outlook = self._outlook(num_active)
+        is_cut = outlook is not None and outlook.longest is not None and len(context.longest) > _TRIAL_REQUESTS
+        if self._is_catching_up(context, outcome) or (is_cut and longest is None):
+            return  # such rounds are rare, and cost otherwise
         # A trial with a few requests says less about rounds that draft for all.
         self._timed_drafts += (len(context.longest) / num_active) ** 0.5
         mean_length = self._mean_length(context, outcome.verify_lengths)
         table = self._costs()
-        longest = context.memo.longest if isinstance(context.memo, _Choice) else None
         tabulated = table.draft_seconds(len(context.longest), longest)
         tabulated += float(table.target_seconds(num_active, mean_length))
+        tabulated += self._padding_seconds(len(context.longest)) * _num_padded(outcome.verify_lengths)
         self._correction.observe(round_s / tabulated, "draft", _magnitude(num_active), round(mean_length))
 
     def _mean_length(self, context: RoundContext, lengths: Sequence[int]) -> float:
@@ -428,6 +479,11 @@ def _magnitude(count: int) -> int:
 def _index_of(lengths: Sequence[int], is_packed: bool) -> int:
     """Where the seconds of a round with these verify lengths are found, see [`best_lengths`]."""
     return sum(lengths) - len(lengths) if is_packed else max(lengths) - 1
+
+
+def _num_padded(lengths: Sequence[int]) -> int:
+    """Rows that these verify lengths have fewer than the longest of them."""
+    return len(lengths) * max(lengths) - sum(lengths)
 
 
 def _key_of(fingerprint: dict[str, str] | None) -> Hashable:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from ..embedded_target import target_cache_directory
 from .cost_table import CostTable, cost_table_path, load_cost_table, save_cost_table
+
+
+if TYPE_CHECKING:
+    from ..modeling_dflash_drafter import DFlashDrafterModel
 
 
 __all__ = ["RoundBench", "calibrate", "calibrated_table", "cost_table_directory"]
@@ -23,6 +28,8 @@ logger = logging.getLogger(__name__)
 # steps of seconds vary little.
 _ENOUGH_S = 5.0
 _ENOUGH_PASSES = 3
+# Rows of every other request where padding is measured: about what is verified of many requests at once.
+_UNEVEN_LENGTH = 4
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # What does not fit into memory is not to be chosen.
 _OUT_OF_MEMORY_FACTOR = 1e3
@@ -37,21 +44,29 @@ class RoundBench(Protocol):
         max_requests (`int`): Most requests that can ever be active at once.
         longest_verify_length (`int`): Rows of a whole block, the anchor included.
         can_cut_blocks (`bool`): Whether `run_draft` drafts fewer rows where it is asked for fewer.
+        drafter (`DFlashDrafterModel`): The unwrapped drafter.
+        reads_likeliest (`bool`):
+            Whether the policy reads the likeliest tokens of all drafted slots: then a draft has them projected, and a
+            target step projects nothing. False until a policy says otherwise.
     """
 
     is_packed: bool
     max_requests: int
     longest_verify_length: int
     can_cut_blocks: bool
+    drafter: DFlashDrafterModel
+    reads_likeliest: bool
 
     def fingerprint(self) -> dict[str, str]:
         """What the costs depend on: target, drafter, device, dtype, threads, versions. Names the cached table."""
 
     def run_target(self, verify_lengths: Sequence[int]) -> None:
-        """Projects the drafts of these lengths and verifies them, one length per request; rolled back, waited for."""
+        """Verifies drafts of these lengths, one per request, and projects them before if that is still to be done;
+        rolled back, waited for."""
 
     def run_draft(self, num_requests: int, longest: int | None = None) -> None:
-        """Drafts up to the hidden states, for verify lengths up to `longest` or whole blocks, and waits for them."""
+        """Drafts for verify lengths up to `longest` or whole blocks, up to the hidden states unless `reads_likeliest`,
+        and waits for them."""
 
     def close(self) -> None:
         """Frees the scratch state."""
@@ -97,19 +112,25 @@ def calibrate(bench: RoundBench, num_passes: int = 5, clock: Callable[[], float]
     target_s = np.zeros((num_passes + 1, len(requests), len(lengths)))
     draft_s = np.zeros((num_passes + 1, len(requests)))
     cut_draft_s = np.zeros(target_s.shape) if bench.can_cut_blocks else None
+    # Every other request has one row, where attention pads them to the rows of the others.
+    uneven = [1, lengths[min(_UNEVEN_LENGTH, len(lengths)) - 1]] * (requests[-1] // 2) if bench.is_packed else []
+    uneven_s = np.zeros((num_passes + 1, 1))
     num_timed, spent_s = 0, 0.0
     try:
         for number in range(num_passes + 1):
             begin_s = clock()
             for i, count in enumerate(requests):
-                for j, length in enumerate(lengths if cut_draft_s is not None else ()):
-                    cut_draft_s[number, i, j] = timed(  # type: ignore[index]
-                        lambda count=count, length=length: bench.run_draft(count, length)  # type: ignore[misc]
-                    )
                 draft_s[number, i] = timed(lambda count=count: bench.run_draft(count))  # type: ignore[misc]
                 for j, length in enumerate(lengths):
                     steps = [length] * count
                     target_s[number, i, j] = timed(lambda steps=steps: bench.run_target(steps))  # type: ignore[misc]
+                    # After a target step, as in a round: one draft after the other finds its weights in the cache.
+                    if cut_draft_s is not None:
+                        cut_draft_s[number, i, j] = timed(
+                            lambda count=count, length=length: bench.run_draft(count, length)  # type: ignore[misc]
+                        )
+            if uneven:
+                uneven_s[number] = timed(lambda: bench.run_target(uneven))
             if number > 0:
                 num_timed, spent_s = number, spent_s + clock() - begin_s
             if spent_s > _ENOUGH_S * (num_timed if num_timed < _ENOUGH_PASSES else 1):
@@ -117,13 +138,23 @@ def calibrate(bench: RoundBench, num_passes: int = 5, clock: Callable[[], float]
     finally:
         bench.close()
     timed_walks = slice(1, num_timed + 1)
-    return CostTable.fit(
+    table = CostTable.fit(
         requests,
         lengths,
         _fastest(target_s[timed_walks]),
         _fastest(draft_s[timed_walks]),
         None if cut_draft_s is None else _fastest(cut_draft_s[timed_walks]),
     )
+    return replace(table, padding_s=_padding_seconds(table, uneven, float(_fastest(uneven_s[timed_walks])[0])))
+
+
+def _padding_seconds(table: CostTable, uneven: Sequence[int], uneven_s: float) -> float:
+    """What a row of padding costs, from a step of uneven lengths beside even ones with as many rows in all."""
+    num_padded = len(uneven) * max(uneven, default=0) - sum(uneven)
+    if not num_padded:
+        return 0.0
+    even_s = float(table.target_seconds(len(uneven), sum(uneven) / len(uneven)))
+    return min(max(uneven_s - even_s, 0.0) / num_padded, table.row_seconds)
 
 
 def _fastest(passes: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ __all__ = ["CostCorrection", "CostTable", "cost_table_path", "load_cost_table", 
 logger = logging.getLogger(__name__)
 
 # Raise when the meaning of a stored number changes.
-_FORMAT = 4
+_FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class CostTable:
         draft_s (`np.ndarray` of shape `(len(requests),)`): Seconds of a draft of whole blocks.
         cut_draft_s (`np.ndarray` of shape `(len(requests), len(lengths))`, *optional*):
             Seconds of a draft of the rows that a verify length needs; None if blocks cannot be cut.
+        padding_s (`float`):
+            Seconds more that a target step takes for each row that a request has fewer than the longest of them.
     """
 
     requests: tuple[int, ...]
@@ -45,6 +47,7 @@ class CostTable:
     target_s: np.ndarray
     draft_s: np.ndarray
     cut_draft_s: np.ndarray | None = None
+    padding_s: float = 0.0
 
     def __post_init__(self) -> None:
         ascending = all(list(axis) == sorted(set(axis)) for axis in (self.requests, self.lengths))
@@ -61,7 +64,8 @@ class CostTable:
                 f"{self.draft_s.shape}; expected {shape} and {shape[:1]}. Measure it again."
             )
         times = np.concatenate([*(table.ravel() for table in tables), self.draft_s])
-        if not np.isfinite(times).all() or (times <= 0).any():
+        is_padding_wrong = not np.isfinite(self.padding_s) or self.padding_s < 0
+        if not np.isfinite(times).all() or (times <= 0).any() or is_padding_wrong:
             raise InvalidInputError("A cost table holds times that are not positive numbers. Measure it again.")
 
     @classmethod
@@ -72,6 +76,7 @@ class CostTable:
         target_s: np.ndarray,
         draft_s: np.ndarray,
         cut_draft_s: np.ndarray | None = None,
+        padding_s: float = 0.0,
     ) -> CostTable:
         """
         Makes measured times monotone, since no step becomes faster by more rows or more requests.
@@ -82,11 +87,12 @@ class CostTable:
             target_s (`np.ndarray` of shape `(len(requests), len(lengths))`): Measured seconds of target steps.
             draft_s (`np.ndarray` of shape `(len(requests),)`): Measured seconds of drafts.
             cut_draft_s (`np.ndarray` of shape `(len(requests), len(lengths))`, *optional*): Those of cut blocks.
+            padding_s (`float`, *optional*): Measured seconds of a padded row.
         """
         whole = _isotonic(np.asarray(draft_s, dtype=float))
         # A cut block is never dearer than a whole one.
         cut = None if cut_draft_s is None else np.minimum(_isotonic_both(cut_draft_s), whole[:, None])
-        return cls(tuple(requests), tuple(lengths), _isotonic_both(target_s), whole, cut)
+        return cls(tuple(requests), tuple(lengths), _isotonic_both(target_s), whole, cut, padding_s)
 
     def covers(self, num_requests: int) -> bool:
         """Whether this many requests lie within the grid."""
@@ -229,6 +235,7 @@ def load_cost_table(path: Path, fingerprint: Mapping[str, str]) -> CostTable | N
             np.asarray(content["target_s"], dtype=float),
             np.asarray(content["draft_s"], dtype=float),
             None if content["cut_draft_s"] is None else np.asarray(content["cut_draft_s"], dtype=float),
+            float(content["padding_s"]),
         )
     except FileNotFoundError:
         return None
@@ -255,6 +262,7 @@ def save_cost_table(path: Path, table: CostTable, fingerprint: Mapping[str, str]
         "target_s": table.target_s.tolist(),
         "draft_s": table.draft_s.tolist(),
         "cut_draft_s": None if table.cut_draft_s is None else table.cut_draft_s.tolist(),
+        "padding_s": table.padding_s,
     }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

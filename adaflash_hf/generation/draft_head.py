@@ -8,7 +8,7 @@ leaves most of those rows out; tokens outside of it are then never drafted, and 
 from __future__ import annotations
 
 import weakref
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -19,10 +19,27 @@ from .acceptance import greedy_tokens
 from .prepacking import PrepackedLinear, version_of
 
 
-__all__ = ["DraftHead", "has_plain_rows", "select_head_rows"]
+__all__ = ["DraftHead", "LikeliestTokens", "has_plain_rows", "select_head_rows"]
 
 # Per LM head of a target: the draft vocabulary it was cut to, and the cut.
 _CUTS: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], nn.Linear]] = weakref.WeakKeyDictionary()
+
+# Rows whose logits are held at once where nothing but the likeliest token of each is asked for.
+_ROWS_AT_ONCE = 128
+
+
+class LikeliestTokens(NamedTuple):
+    """
+    What a drafter thinks likeliest in each of some slots.
+
+    Attributes:
+        token_ids (`torch.Tensor`): Tokens.
+        probabilities (`torch.Tensor` of the same shape, float32):
+            What the drafter gives them, among the tokens it drafts; 0 where it overflowed.
+    """
+
+    token_ids: torch.Tensor
+    probabilities: torch.Tensor
 
 
 class DraftHead:
@@ -56,6 +73,30 @@ class DraftHead:
         """
         places = greedy_tokens(self._drafter.compute_logits(hidden_states, self._head))
         return places if self._token_ids is None else self._token_ids[places]
+
+    def likeliest(self, hidden_states: torch.Tensor) -> LikeliestTokens:
+        """
+        Args:
+            hidden_states (`torch.Tensor` of shape `(..., hidden_size)`): Rows of the drafter's last hidden states.
+
+        Returns:
+            `LikeliestTokens` of shape `(...)`: Those of [`argmax`], and how sure the drafter is of them.
+        """
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if not rows.numel():  # nothing but anchors
+            nothing = torch.zeros(hidden_states.shape[:-1], device=rows.device)
+            return LikeliestTokens(nothing.long(), nothing)
+        parts = [self._likeliest(part) for part in rows.split(_ROWS_AT_ONCE)]
+        places, probabilities = (torch.cat(part).view(hidden_states.shape[:-1]) for part in zip(*parts, strict=True))
+        return LikeliestTokens(places if self._token_ids is None else self._token_ids[places], probabilities)
+
+    def _likeliest(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self._drafter.compute_logits(rows, self._head)
+        places = greedy_tokens(logits)
+        # The largest entry of the softmax, without the softmax.
+        logits = logits.float()
+        log_probs = logits.gather(-1, places[:, None])[:, 0] - logits.logsumexp(dim=-1)
+        return places, log_probs.exp().nan_to_num(nan=0.0)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """

@@ -14,6 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .acceptance import greedy_tokens
 from .compatibility import unwrap_model
+from .draft_head import LikeliestTokens
 from .packed_drafter import PackedDrafter
 from .packed_target import PackedTarget
 from .prepacking import PrepackedLinear
@@ -43,12 +44,13 @@ def _kind(module: nn.Module) -> str:
     return type(module).__name__ + layout
 
 
-def cost_fingerprint(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[str, str]:
+def cost_fingerprint(target: PreTrainedModel, drafter: PreTrainedModel, reads_likeliest: bool) -> dict[str, str]:
     """What the costs of an engine's rounds depend on.
 
     Args:
         target (`PreTrainedModel`): The target.
         drafter (`PreTrainedModel`): The drafter.
+        reads_likeliest (`bool`): Whether all that is drafted is projected before a policy chooses, see [`RoundBench`].
 
     Returns:
         `dict[str, str]`: Names the table that costs are kept in.
@@ -57,6 +59,7 @@ def cost_fingerprint(target: PreTrainedModel, drafter: PreTrainedModel) -> dict[
     is_cuda = base.device.type == "cuda"
     return {
         "loop": "engine",
+        "projected": "all that is drafted" if reads_likeliest else "what is verified",
         "target": _describe(target),
         "drafter": _describe(drafter),
         "dtype": str(base.dtype),
@@ -94,15 +97,18 @@ class EngineRoundBench:
         self._memory_limit_bytes = memory_limit_bytes
         self.longest_verify_length = self._drafter.longest_verify_length
         self.can_cut_blocks = self._drafter.config.is_block_causal
+        self.drafter = self._drafter.base_drafter
+        self.reads_likeliest = False
         self._slots: list[tuple[int, int]] = []
         self._new_features: torch.Tensor | None = None
         self._hidden_states: torch.Tensor | None = None
+        self._likeliest: LikeliestTokens | None = None
         self._layer_ids = self._drafter.config.target_layer_ids
         self._token_id = min(self._target.base_model.get_input_embeddings().weight.shape[0] - 1, 5)
 
     def fingerprint(self) -> dict[str, str]:
         """What the costs depend on; names the cached table."""
-        return cost_fingerprint(*self._models)
+        return cost_fingerprint(*self._models, self.reads_likeliest)
 
     def _open(self, num_requests: int) -> None:
         """Prefills scratch requests until there are enough."""
@@ -128,12 +134,14 @@ class EngineRoundBench:
         return length
 
     def run_target(self, verify_lengths: Sequence[int]) -> None:
-        """Projects the drafts of these lengths and verifies them, one length per request; rolled back, waited for."""
+        """Verifies drafts of these lengths, one per request, and projects them before if that is still to be done;
+        rolled back, waited for."""
         count = len(verify_lengths)
         if self._hidden_states is None or self._hidden_states.shape[0] < count:
             self.run_draft(count)
         assert self._hidden_states is not None
-        drafts = self._drafter.project(self._hidden_states[:count], verify_lengths)
+        likeliest = None if self._likeliest is None else LikeliestTokens(*(part[:count] for part in self._likeliest))
+        drafts = self._drafter.project(self._hidden_states[:count], verify_lengths, likeliest=likeliest)
         slots = [slot for slot, _ in self._slots[:count]]
         anchor = drafts.token_ids.new_tensor([self._token_id])
         ids = [torch.cat([anchor, piece]) for piece in drafts.token_ids.split(drafts.counts)]
@@ -146,7 +154,8 @@ class EngineRoundBench:
             self._target.truncate(slot, length)
 
     def run_draft(self, num_requests: int, longest: int | None = None) -> None:
-        """Drafts up to the hidden states, for verify lengths up to `longest` or whole blocks, and waits for them."""
+        """Drafts for verify lengths up to `longest` or whole blocks, up to the hidden states unless `reads_likeliest`,
+        and waits for them."""
         self._open(num_requests)
         slots = [drafter_slot for _, drafter_slot in self._slots[:num_requests]]
         assert self._new_features is not None
@@ -154,11 +163,14 @@ class EngineRoundBench:
         for slot in slots:
             self._drafter.extend(slot, self._new_features)
         hidden_states = self._drafter.draft(slots, [self._token_id] * num_requests, longest)
+        likeliest = self._drafter.likeliest(hidden_states) if self.reads_likeliest else None
         hidden_states[0, 0, 0].item()
+        if likeliest is not None:
+            likeliest.probabilities.tolist()
         for slot, length in zip(slots, lengths, strict=True):
             self._drafter.cache.truncate(slot, length)
         if self._drafter.longest_in(hidden_states) == self.longest_verify_length:
-            self._hidden_states = hidden_states
+            self._hidden_states, self._likeliest = hidden_states, likeliest
 
     def close(self) -> None:
         """Frees the scratch state."""
@@ -166,4 +178,4 @@ class EngineRoundBench:
             self._target.release(slot)
             self._drafter.release(drafter_slot)
         self._slots.clear()
-        self._hidden_states = None
+        self._hidden_states = self._likeliest = None

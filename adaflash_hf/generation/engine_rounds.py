@@ -256,12 +256,9 @@ class EngineRounds:
             request_ids=[request.arrival for request in requests],
             num_generated=[len(request.tokens) for request in requests],
         )
-        base, all_logits = self.drafter.base_drafter, None
-        if self.policy.needs_draft_logits(base):
-            whole = [drafted] * len(requests)
-            all_logits = self.drafter.project(hidden_states, whole, keep_logits=True).logits
-            assert all_logits is not None
-            context.draft_logits = all_logits.view(len(requests), -1, all_logits.shape[-1])
+        base = self.drafter.base_drafter
+        if self.policy.needs_likeliest(base):
+            context.likeliest = self.drafter.likeliest(hidden_states)
         lengths = self.policy.choose(base, hidden_states, context)
         drafts.drafted, drafts.context = members, context
         for index, length in zip(members, lengths, strict=True):
@@ -280,7 +277,7 @@ class EngineRounds:
         """Turns the kept rows into drafts: the argmax, or draws for requests that sample their drafts."""
         assert self.drafter is not None
         sampling = [r.prepared.samples_drafts and length > 1 for r, length in zip(requests, lengths, strict=True)]
-        packed = self.drafter.project(hidden_states, lengths, keep_logits=any(sampling))
+        packed = self.drafter.project(hidden_states, lengths, any(sampling), context.likeliest)
         drafts.token_ids = packed.token_ids
         if not any(sampling):
             return

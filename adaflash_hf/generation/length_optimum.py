@@ -38,14 +38,20 @@ class LengthChoice:
 
 
 def best_lengths(
-    survival: np.ndarray, longest: Sequence[int], num_active: int, seconds_of_rows: np.ndarray, is_packed: bool
+    survival: np.ndarray,
+    longest: Sequence[int],
+    num_active: int,
+    seconds_of_rows: np.ndarray,
+    is_packed: bool,
+    padding_s: float = 0.0,
 ) -> LengthChoice:
     """
     Chooses verify lengths, all ones included.
 
     Rows that the target gets for nothing are taken; in a packed batch those most likely to be accepted come first,
     whichever request they belong to. As acceptance never rises along a block, the best rows of any number are always
-    the first drafts of each request, so the greedy order is optimal for every total, and all totals are compared.
+    the first drafts of each request, so the greedy order is optimal for every total, and all totals are compared, and
+    where uneven lengths cost more than even ones, under every bound on the longest.
 
     Args:
         survival (`np.ndarray` of shape `(num_drafted, draft_length)`): Probability that a slot is accepted.
@@ -54,6 +60,8 @@ def best_lengths(
         seconds_of_rows (`np.ndarray`):
             Packed: entry i is the cost of a round with i drafts in all. Padded: with i drafts for each request.
         is_packed (`bool`): Whether rows cost one by one.
+        padding_s (`float`, *optional*):
+            Packed: seconds that the attention spends on each row that a request has fewer than the longest of them.
 
     Returns:
         `LengthChoice`: The best lengths.
@@ -68,14 +76,24 @@ def best_lengths(
         return LengthChoice(
             np.minimum(bounds, drafts + 1).tolist(), float(tokens[drafts]), float(seconds_of_rows[drafts])
         )
+    bounds_on_drafts = range(1, draft_length + 1) if padding_s else [draft_length]
+    choices = [_best_packed(gains[:, :most], num_active, seconds_of_rows, padding_s) for most in bounds_on_drafts]
+    return max(choices, key=lambda choice: choice.tok_per_s)
+
+
+def _best_packed(gains: np.ndarray, num_active: int, seconds_of_rows: np.ndarray, padding_s: float) -> LengthChoice:
+    """The best lengths where each request has `gains.shape[1]` drafts at most, and is padded to as many."""
+    num_drafted, most = gains.shape
     # Ties keep their order, so a slot never comes before an earlier one of its own block.
     order = np.argsort(-gains, axis=None, kind="stable")
     order = order[: int(np.count_nonzero(gains))]
     tokens = num_active + np.concatenate([[0.0], gains.ravel()[order].cumsum()])
-    drafts = int(np.argmax(tokens / seconds_of_rows[: len(tokens)]))
+    seconds = seconds_of_rows[: len(tokens)] + padding_s * (num_drafted * most - np.arange(len(tokens)))
+    seconds[0] = seconds_of_rows[0]
+    drafts = int(np.argmax(tokens / seconds))
     drafts = max(_step_below(num_active + drafts) - num_active, 0)
-    counts = np.bincount(order[:drafts] // draft_length, minlength=len(bounds))
-    return LengthChoice((counts + 1).tolist(), float(tokens[drafts]), float(seconds_of_rows[drafts]))
+    counts = np.bincount(order[:drafts] // most, minlength=num_drafted)
+    return LengthChoice((counts + 1).tolist(), float(tokens[drafts]), float(seconds[drafts]))
 
 
 def _step_below(rows: int) -> int:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..modeling_dflash_drafter import DFlashDrafterModel
     from ..modeling_length_head import LengthHeadModel
     from .cost_calibration import RoundBench
+    from .draft_head import LikeliestTokens
 
 
 __all__ = [
@@ -58,8 +59,9 @@ class RoundContext:
             A name of each drafted request that stays the same over its rounds.
         num_generated (`Sequence[int]`, *optional*):
             Tokens each drafted request has committed after its prompt; the last of them is the anchor.
-        draft_logits (`torch.Tensor` of shape `(num_drafted, draft_length, vocab_size)`, *optional*):
-            The projection of all draft slots, given to policies that say `needs_draft_logits`.
+        likeliest (`LikeliestTokens` of shape `(num_drafted, slots)`, *optional*):
+            The drafter's likeliest token in every drafted slot, before any sampling, and its probability; given to
+            policies that say `needs_likeliest`.
         memo (`Any`, *optional*):
             For the policy itself: what it keeps between choosing and observing, so that several threads may share it.
     """
@@ -69,7 +71,7 @@ class RoundContext:
     is_packed: bool = True
     request_ids: Sequence[Hashable] = ()
     num_generated: Sequence[int] = ()
-    draft_logits: torch.Tensor | None = None
+    likeliest: LikeliestTokens | None = None
     memo: Any = None
 
 
@@ -118,8 +120,8 @@ class LengthPolicy(ABC):
             longest_wanted = policy.longest_wanted(num_active)
             hidden_states = ...                           # the drafter's forward, of these rows if it can be cut
             context = RoundContext(longest, num_active, ...)
-            if policy.needs_draft_logits(drafter):
-                context.draft_logits = ...                # all slots; the caller keeps them for its own use
+            if policy.needs_likeliest(drafter):
+                context.likeliest = ...                   # of all slots, which the drafts are then taken from
             lengths = policy.choose(drafter, hidden_states, context)
         ...                                               # verify, accept, commit
         policy.observe_round(context, RoundOutcome(...))  # also after a round without drafts
@@ -222,8 +224,8 @@ class LengthPolicy(ABC):
         """
         return True
 
-    def needs_draft_logits(self, drafter: DFlashDrafterModel) -> bool:
-        """Whether `choose` wants `context.draft_logits`, which makes every draft slot pay for the projection."""
+    def needs_likeliest(self, drafter: DFlashDrafterModel) -> bool:
+        """Whether `choose` wants `context.likeliest`, which makes every drafted slot pay for the projection."""
         return False
 
     def prepare(self, bench: RoundBench) -> None:  # noqa: B027 - a hook, most policies measure nothing

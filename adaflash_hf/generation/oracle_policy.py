@@ -41,17 +41,17 @@ class OraclePolicy(LengthPolicy):
         """
         self._answers[request_id] = list(token_ids)
 
-    def needs_draft_logits(self, drafter: DFlashDrafterModel) -> bool:
+    def needs_likeliest(self, drafter: DFlashDrafterModel) -> bool:
         return True
 
     def choose_lengths(
         self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, context: RoundContext
     ) -> list[int]:
-        if context.draft_logits is None or len(context.request_ids) != len(context.longest):
+        if context.likeliest is None or len(context.request_ids) != len(context.longest):
             raise InvalidInputError(
-                "`OraclePolicy` needs `context.draft_logits` and `context.request_ids` of every drafted request."
+                "`OraclePolicy` needs `context.likeliest` and `context.request_ids` of every drafted request."
             )
-        drafts = context.draft_logits.argmax(dim=-1).tolist()
+        drafts = context.likeliest.token_ids.tolist()
         lengths = []
         for request_id, done, draft, bound in zip(
             context.request_ids, context.num_generated, drafts, context.longest, strict=True

@@ -214,12 +214,11 @@ class PackedDecoding(AdaFlashDecoding):
             hidden_states = drafter.draft(slots, anchors, policy.longest_wanted(count))
             drafted = drafter.longest_in(hidden_states)
             context.longest = [min(longest, drafted) for longest in context.longest]
-            if policy.needs_draft_logits(drafter.base_drafter):
-                whole = drafter.project(hidden_states, [drafted] * count, keep_logits=True)
-                assert whole.logits is not None
-                context.draft_logits = whole.logits.view(count, -1, whole.logits.shape[-1])
+            if policy.needs_likeliest(drafter.base_drafter):
+                context.likeliest = drafter.likeliest(hidden_states)
             lengths = policy.choose(drafter.base_drafter, hidden_states, context)
-            return _Drafts(lengths, drafter.project(hidden_states, lengths).token_ids, drafted=True)
+            drafts = drafter.project(hidden_states, lengths, likeliest=context.likeliest)
+            return _Drafts(lengths, drafts.token_ids, drafted=True)
 
     def _verify_packed(self, batch: _PackedBatch, anchors: torch.Tensor, drafts: _Drafts) -> PackedOutputs:
         """Packs anchors and drafts. Drafts are put in on the device: the host has not seen them yet."""

@@ -12,7 +12,7 @@ from ..errors import InvalidInputError
 from .acceptance import greedy_tokens
 from .block_inputs import BlockEmbedder
 from .compatibility import unwrap_model
-from .draft_head import DraftHead
+from .draft_head import DraftHead, LikeliestTokens
 from .packed_model import PackedModel
 from .packed_plan import flat_ranges
 from .visibility import drafter_visibility
@@ -206,8 +206,25 @@ class PackedDrafter(PackedModel):
         return hidden_states.view(blocks.shape)
 
     @torch.no_grad()
+    def likeliest(self, hidden_states: torch.Tensor) -> LikeliestTokens:
+        """
+        Projects all draft slots, for policies that read how sure the drafter is of each.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(n, rows, hidden_size)`): From [`draft`].
+
+        Returns:
+            `LikeliestTokens` of shape `(n, longest_in(hidden_states) - 1)`
+        """
+        return self._head.likeliest(hidden_states[:, self._first_draft_row :])
+
+    @torch.no_grad()
     def project(
-        self, hidden_states: torch.Tensor, verify_lengths: Sequence[int], keep_logits: bool = False
+        self,
+        hidden_states: torch.Tensor,
+        verify_lengths: Sequence[int],
+        keep_logits: bool = False,
+        likeliest: LikeliestTokens | None = None,
     ) -> PackedDrafts:
         """Turns the rows that will be verified into tokens; the others cost nothing.
 
@@ -215,6 +232,7 @@ class PackedDrafter(PackedModel):
             hidden_states (`torch.Tensor` of shape `(n, rows, hidden_size)`): From [`draft`].
             verify_lengths (`Sequence[int]`): Per request, rows to verify, the anchor included: 1 means no drafts.
             keep_logits (`bool`): Return the logits too, for sampled drafts.
+            likeliest (`LikeliestTokens`, *optional*): Of these hidden states, where they are known already.
 
         Returns:
             `PackedDrafts`: Draft ids, packed.
@@ -228,6 +246,10 @@ class PackedDrafter(PackedModel):
         counts = [length - 1 for length in verify_lengths]
         if not any(counts):
             return PackedDrafts(torch.zeros(0, dtype=torch.long, device=self.device), counts)
+        if likeliest is not None and not keep_logits:
+            slots = torch.arange(longest - 1, device=self.device)
+            is_kept = slots < torch.tensor(counts, device=self.device)[:, None]
+            return PackedDrafts(likeliest.token_ids[is_kept], counts)
         num_rows, first = hidden_states.shape[1], self._first_draft_row
         kept = flat_ranges([index * num_rows + first for index in range(len(counts))], counts)
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])

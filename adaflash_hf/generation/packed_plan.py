@@ -26,8 +26,8 @@ __all__ = ["AttentionCall", "GroupPlan", "OnDevice", "Segment", "WriteCall", "fl
 # A padded call reads the keys of each of its requests. What a row of queries adds to that, measured on a CPU with
 # three query heads per key head of 64: a seventh of the time that reading takes.
 COST_PER_QUERY_ROW = 1 / 7
-# One more call costs as much as reading this many bytes of keys and values.
-COST_PER_CALL_BYTES = {"cpu": 230_000.0}
+# One more call costs as much as reading this many bytes of keys and values: measured, its Python included.
+COST_PER_CALL_BYTES = {"cpu": 900_000.0}
 COST_PER_CALL_BYTES_OF_ACCELERATORS = 1e9
 # Longer runs of queries are never padded together with others.
 MOST_PADDED_ROWS = 64

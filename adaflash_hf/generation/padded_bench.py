@@ -13,6 +13,7 @@ from .acceptance import greedy_tokens
 from .appending_cache import append_in_place
 from .candidate_generator import AdaFlashCandidateGenerator
 from .compatibility import unwrap_model
+from .draft_head import LikeliestTokens
 from .engine_bench import cost_fingerprint
 from .length_policies import FixedLengthPolicy
 from .statistics import StatisticsRecorder
@@ -40,27 +41,29 @@ class PaddedRoundBench:
     def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel, max_requests: int):
         self.max_requests = max_requests
         self._target, self._drafter = target, drafter
-        self._config = unwrap_model(drafter).config
-        self.longest_verify_length = self._config.draft_length + 1
+        self.drafter = unwrap_model(drafter)
+        self.reads_likeliest = False
+        self.longest_verify_length = self.drafter.config.draft_length + 1
         self._token_id = min(unwrap_model(target).get_input_embeddings().weight.shape[0] - 1, 5)
         self._batch: _ScratchBatch | None = None
 
     def fingerprint(self) -> dict[str, str]:
         """What the costs depend on; names the cached table."""
-        return {**cost_fingerprint(self._target, self._drafter), "loop": "generate"}
+        return {**cost_fingerprint(self._target, self._drafter, self.reads_likeliest), "loop": "generate"}
 
     def run_target(self, verify_lengths: Sequence[int]) -> None:
-        """Projects the drafts of these lengths and verifies as many rows of every sequence as the longest has."""
+        """Verifies as many rows of every sequence as the longest has, and projects their drafts before if that is
+        still to be done."""
         self._batch_of(len(verify_lengths)).verify(max(verify_lengths))
 
     def run_draft(self, num_requests: int, longest: int | None = None) -> None:
-        """Drafts whole blocks up to their hidden states, and waits for them."""
+        """Drafts whole blocks, up to their hidden states unless `reads_likeliest`, and waits for them."""
         self._batch_of(num_requests).draft()
 
     def _batch_of(self, size: int) -> _ScratchBatch:
         if self._batch is None or self._batch.size != size:
             self._batch = None  # gives its caches back first
-            self._batch = _ScratchBatch(self._target, self._drafter, size, self._token_id)
+            self._batch = _ScratchBatch(self._target, self._drafter, size, self._token_id, self.reads_likeliest)
         return self._batch
 
     def close(self) -> None:
@@ -72,8 +75,11 @@ class _ScratchBatch:
     """Equal prompts, as far as `generate()` would have brought them by now."""
 
     @torch.no_grad()
-    def __init__(self, target: PreTrainedModel, drafter: PreTrainedModel, size: int, token_id: int):
+    def __init__(
+        self, target: PreTrainedModel, drafter: PreTrainedModel, size: int, token_id: int, reads_likeliest: bool
+    ):
         self.size = size
+        self._reads_likeliest = reads_likeliest
         device = unwrap_model(target).device
         recorder = StatisticsRecorder(device)
         self._generator = AdaFlashCandidateGenerator(drafter, target, FixedLengthPolicy(1), recorder=recorder)
@@ -91,12 +97,16 @@ class _ScratchBatch:
         self._anchors = prompt[:, 0]
         self._anchor_positions = positions[:, -1] + 1
         self._hidden_states: torch.Tensor | None = None
+        self._likeliest: LikeliestTokens | None = None
 
     @torch.no_grad()
     def draft(self) -> None:
         """One block for every sequence."""
         self._hidden_states = self._generator.draft_hidden_states(self._anchors, self._anchor_positions)
         self._hidden_states[0, 0, 0].item()
+        if self._reads_likeliest:
+            self._likeliest = self._generator.likeliest(self._hidden_states)
+            self._likeliest.probabilities.tolist()
 
     @torch.no_grad()
     def verify(self, length: int) -> None:
@@ -104,7 +114,9 @@ class _ScratchBatch:
         if self._hidden_states is None:
             self.draft()
         assert self._hidden_states is not None
-        drafts = self._generator.project(self._hidden_states, [length] * self.size, self._anchors.device)
+        drafts = self._generator.project(
+            self._hidden_states, [length] * self.size, self._anchors.device, self._likeliest
+        )
         outputs = self._runner.verify(torch.cat([self._anchors[:, None], drafts.candidate_ids], dim=1))
         greedy_tokens(outputs.logits).tolist()
         self._generator.extend_context(outputs.hidden_states, self._anchor_positions[:, None])

@@ -11,7 +11,8 @@ import torch
 from simulated_rounds import stand_in_drafter
 
 from adaflash_hf import ConfidenceHeadConfig, ConfidenceHeadModel, InvalidInputError
-from adaflash_hf.generation.acceptance_forecast import AcceptanceForecaster, geometric_rates
+from adaflash_hf.generation.acceptance_forecast import AcceptanceForecaster, Forecast, geometric_rates
+from adaflash_hf.generation.draft_head import LikeliestTokens
 
 
 def states(ratios: list[float]) -> torch.Tensor:
@@ -121,6 +122,36 @@ def test_old_observations_fade() -> None:
     for _ in range(1000):
         forecaster.learn(forecast, [2], [0])
     assert forecaster.survival(forecast)[0, 0] < 0.15
+
+
+def likeliest(*rows: list[float]) -> LikeliestTokens:
+    probabilities = torch.tensor(rows)
+    return LikeliestTokens(torch.zeros(probabilities.shape, dtype=torch.long), probabilities)
+
+
+def test_probabilities_are_believed_until_the_target_contradicts() -> None:
+    """The head is not asked. What they are wrong about is learned by slot and probability."""
+    forecaster = AcceptanceForecaster(3, 4)
+    sure, unsure = [0.9, 0.8, 0.7], [0.3, 0.2, 0.1]
+
+    def forecast() -> Forecast:
+        return forecaster.forecast(stand_in_drafter(), states([0.01, 0.99])[:, :4], likeliest(sure, unsure))
+
+    np.testing.assert_allclose(forecaster.survival(forecast()), np.cumprod([sure, unsure], axis=1), rtol=1e-6)
+    for _ in range(80):
+        forecaster.learn(forecast(), [4, 4], [1, 3])
+    survival = forecaster.survival(forecast())
+    assert survival[0, 0] > 0.95 and survival[0, 1] < 0.1
+    assert survival[1, 2] > 0.8
+
+
+def test_slots_that_a_cut_block_lacks_are_as_usual() -> None:
+    forecaster = AcceptanceForecaster(3, 4)
+    for _ in range(3):
+        forecaster.forecast(stand_in_drafter(), states([0.5, 0.5])[:, :4], likeliest([0.9, 0.6, 0.5], [0.7, 0.2, 0.1]))
+    cut = forecaster.forecast(stand_in_drafter(), states([0.5])[:, :2], likeliest([0.8]))
+    np.testing.assert_allclose(cut.rates, [[0.8, 0.4, 0.3]], rtol=1e-6)
+    assert forecaster.can_forecast_cut
 
 
 def test_confidence_head_comes_first() -> None:

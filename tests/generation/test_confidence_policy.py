@@ -11,6 +11,7 @@ from plain_comparison import assert_same_as_plain, prompt, ragged_batch, shared_
 from tiny_models import tiny_drafter
 
 from adaflash_hf import ConfidencePolicy, InvalidInputError, RoundContext
+from adaflash_hf.generation.draft_head import LikeliestTokens
 
 
 # Products: 0.99, 0.9801, 0.9311 | 0.9, … | 1, 1, 1
@@ -20,12 +21,6 @@ PROBABILITIES = [[0.99, 0.99, 0.95], [0.9, 1.0, 1.0], [1.0, 1.0, 1.0]]
 def with_head() -> Any:
     head = lambda states: SimpleNamespace(probabilities=torch.tensor(PROBABILITIES))  # noqa: E731
     return SimpleNamespace(confidence_head=head)
-
-
-def logits_of(probabilities: list[list[float]]) -> torch.Tensor:
-    """Logits of three tokens, the likeliest of which has these probabilities."""
-    top = torch.tensor(probabilities)
-    return torch.stack([(1 - top) / 2, top, (1 - top) / 2], dim=-1).log()
 
 
 @pytest.mark.parametrize(
@@ -41,9 +36,9 @@ def logits_of(probabilities: list[list[float]]) -> torch.Tensor:
 def test_products_against_the_threshold(kwargs: dict, expected: list[int], source: str) -> None:
     policy, context = ConfidencePolicy(**kwargs), RoundContext([9, 9, 9], 3)
     drafter = with_head() if source == "head" else SimpleNamespace(length_head=None)
-    assert policy.needs_draft_logits(drafter) == (source == "drafter")
+    assert policy.needs_likeliest(drafter) == (source == "drafter")
     if source == "drafter":
-        context.draft_logits = logits_of(PROBABILITIES)
+        context.likeliest = LikeliestTokens(torch.zeros(3, 3, dtype=torch.long), torch.tensor(PROBABILITIES))
     assert policy.choose(drafter, torch.zeros(3, 4, 2), context) == expected
 
 
@@ -53,7 +48,7 @@ def test_budget_bounds_the_length() -> None:
 
 def test_a_given_head_is_used() -> None:
     policy = ConfidencePolicy(confidence_head=with_head().confidence_head)
-    assert not policy.needs_draft_logits(tiny_drafter())
+    assert not policy.needs_likeliest(tiny_drafter())
     assert policy.verify_lengths(tiny_drafter(), torch.zeros(3, 4, 2), 4) == [3, 2, 4]
 
 
@@ -62,7 +57,7 @@ def test_arguments_out_of_range() -> None:
         ConfidencePolicy(threshold=0.0)
     with pytest.raises(InvalidInputError, match="`min_verify_length` is 0"):
         ConfidencePolicy(min_verify_length=0)
-    with pytest.raises(InvalidInputError, match="needs_draft_logits"):
+    with pytest.raises(InvalidInputError, match="needs_likeliest"):
         ConfidencePolicy().choose(tiny_drafter(), torch.zeros(1, 4, 2), RoundContext([4], 1))
 
 

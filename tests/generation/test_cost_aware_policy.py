@@ -60,6 +60,25 @@ def test_wrong_costs_and_a_wrong_head_are_found_out(num_active: int) -> None:
     assert run.speedup(first=300) > 0.98
 
 
+def test_a_drafter_that_knows_itself_is_read() -> None:
+    """The head says the same of all blocks; the probabilities of the drafts tell good ones from bad."""
+    speedups = []
+    for gives_probabilities in (False, True):
+        run = Simulation(always(0.55), always(32), can_cut=True, machine=MEASURED_CPU, head_bias=0.0)
+        run.gives_probabilities = gives_probabilities
+        table = MEASURED_CPU.table(can_cut=True)
+        speedups.append(run.run(cost_aware(table=table), 400).speedup(first=40))
+    assert speedups[1] > 1.08 * speedups[0]
+
+
+def test_a_small_gain_is_taken() -> None:
+    """Drafting for all gains 3 %, less than what the first blocks must promise to be believed."""
+    policy, run = on_measured_machine(32, acceptance=(0.7, 0.43, 0.22, 0.1, 0.05, 0.02, 0.01))
+    run.run(policy, 400)
+    assert sum(run.drafted[100:]) > 120
+    assert run.speedup(first=20) > 1.015
+
+
 def test_follows_acceptance_as_it_changes() -> None:
     rates = {False: 0.1, True: 0.8}
     run = Simulation(lambda number: rates[number // 400 % 2 == 1], always(16), seed=4).run(cost_aware(), 1600)
@@ -142,7 +161,7 @@ def test_blocks_are_cut_to_what_pays(num_active: int, gain: float) -> None:
         runs[can_cut] = run.run(cost_aware(table=MEASURED_CPU.table(can_cut=can_cut)), 400)
     assert set(runs[False].longest) == {8}
     cut = [longest for longest in runs[True].longest[40:] if longest < 8]
-    assert len(cut) > 0.9 * len(runs[True].longest[40:])
+    assert len(cut) > 0.85 * len(runs[True].longest[40:])
     assert 8 in runs[True].longest[40:], "now and then a whole block"
     assert runs[True].speedup(first=40) > gain * runs[False].speedup(first=40)
 
@@ -258,6 +277,9 @@ def test_what_was_learned_of_two_loops_is_kept_apart() -> None:
         can_cut_blocks = False
         max_requests = 8
         longest_verify_length = 8
+
+        drafter = stand_in_drafter()
+        reads_likeliest = False
 
         def __init__(self, loop: str):
             self.loop = loop

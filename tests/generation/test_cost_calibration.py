@@ -14,8 +14,8 @@ from adaflash_hf.generation.cost_calibration import calibrate, calibrated_table,
 
 class ClockBench:
     """
-    Takes simulated time: 10 ms and 1 ms per row; a draft 2 ms per request, or 0.5 ms per row of cut blocks; the first
-    call of each 1 s more.
+    Takes simulated time: 10 ms, 1 ms per row and 0.2 ms per row of padding; a draft 2 ms per request, or 0.5 ms per
+    row of cut blocks; the first call of each 1 s more.
     """
 
     is_packed = True
@@ -42,7 +42,9 @@ class ClockBench:
     def run_target(self, verify_lengths: Sequence[int]) -> None:
         if sum(verify_lengths) > self.memory_rows:
             raise torch.OutOfMemoryError
-        self._take(0.010 + 0.001 * sum(verify_lengths), "target", len(verify_lengths), verify_lengths[0])
+        num_padded = len(verify_lengths) * max(verify_lengths) - sum(verify_lengths)
+        seconds = 0.010 + 0.001 * sum(verify_lengths) + 0.0002 * num_padded
+        self._take(seconds, "target", len(verify_lengths), sum(verify_lengths))
 
     def run_draft(self, num_requests: int, longest: int | None = None) -> None:
         assert longest is None or self.can_cut_blocks
@@ -68,6 +70,13 @@ def test_costs_are_what_the_clock_says() -> None:
             assert table.target_seconds(requests, float(length)) == pytest.approx(0.010 + 0.001 * requests * length)
         assert table.draft_seconds(requests) == pytest.approx(0.002 * requests)
     assert table.cut_draft_s is None
+    assert table.padding_s == pytest.approx(0.0002)
+
+
+def test_padding_costs_nothing_where_all_are_padded_anyway() -> None:
+    bench = ClockBench()
+    bench.is_packed = False
+    assert calibrate(bench, clock=lambda: bench.now_s).padding_s == 0
 
 
 def test_drafts_of_cut_blocks_are_timed_where_blocks_can_be_cut() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModel
 
 from adaflash_hf import DrafterCompatibilityError, prepack_linear_layers
+from adaflash_hf.generation import draft_head
 from adaflash_hf.generation.draft_head import DraftHead
 
 
@@ -37,6 +38,22 @@ def test_drafts_are_the_best_of_the_vocabulary(fields: dict[str, float]) -> None
     limited = DraftHead(drafter, head)
     torch.testing.assert_close(limited.logits(states(2, 3)), expected)
     assert torch.equal(limited.argmax(states(2, 3)), expected.argmax(dim=-1))
+
+
+@pytest.mark.parametrize("fields", [{}, {"output_multiplier": 0.5, "final_logit_softcapping": 5.0}])
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_how_sure_the_drafter_is(fields: dict[str, float], is_limited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_head, "_ROWS_AT_ONCE", 4)  # of six rows
+    target, drafter = tiny_target(), tiny_drafter(**fields)
+    drafter.set_draft_vocabulary(DRAFTED if is_limited else None)
+    head = DraftHead(drafter, target.get_output_embeddings())
+    likeliest = head.likeliest(states(2, 3))
+    expected = head.logits(states(2, 3)).softmax(dim=-1).max(dim=-1)
+    assert torch.equal(likeliest.token_ids, expected.indices)
+    assert torch.equal(likeliest.token_ids, head.argmax(states(2, 3)))
+    torch.testing.assert_close(likeliest.probabilities, expected.values)
+    assert head.likeliest(states(2, 0)).probabilities.shape == (2, 0)
+    assert head.likeliest(states(2, 3) * float("nan")).probabilities.tolist() == [[0.0] * 3] * 2
 
 
 @pytest.mark.parametrize("draft_proposal", ["argmax", "sample"])

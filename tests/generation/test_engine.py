@@ -116,7 +116,7 @@ def test_lengths_of_every_kind_and_what_the_policy_is_told() -> None:
     assert sum(length - 1 for length, _ in rounds) == stats.drafted_tokens
 
 
-@pytest.mark.parametrize("policy", [FixedLengthPolicy(3), "draft_logits"], ids=["fixed", "draft_logits"])
+@pytest.mark.parametrize("policy", [FixedLengthPolicy(3), "likeliest"], ids=["fixed", "likeliest"])
 def test_rows_that_nobody_wants_are_not_drafted(policy: Any) -> None:
     """Where no row of a block sees a later one."""
 
@@ -124,7 +124,7 @@ def test_rows_that_nobody_wants_are_not_drafted(policy: Any) -> None:
         def longest_wanted(self, num_active: int) -> int | None:
             return 3
 
-    length_policy = Confident(threshold=1e-6) if policy == "draft_logits" else policy
+    length_policy = Confident(threshold=1e-6) if policy == "likeliest" else policy
     drafter = tiny_drafter(engine_target(), target_layer_ids=[0, 1], num_hidden_layers=1, is_causal=True, block_size=6)
     rows: list[int] = []
     drafter.register_forward_pre_hook(
@@ -139,21 +139,22 @@ def test_rows_that_nobody_wants_are_not_drafted(policy: Any) -> None:
     assert sum(rows) == 3 * sum(length > 1 for length in lengths)
 
 
-def test_draft_logits_for_policies_that_ask() -> None:
+def test_likeliest_tokens_for_policies_that_ask() -> None:
     seen = []
 
     class Reads(FixedLengthPolicy):
-        def needs_draft_logits(self, drafter: Any) -> bool:
+        def needs_likeliest(self, drafter: Any) -> bool:
             return True
 
         def choose_lengths(self, drafter: Any, hidden_states: torch.Tensor, context: RoundContext) -> list[int]:
-            assert context.draft_logits is not None
-            seen.append(tuple(context.draft_logits.shape))
+            assert context.likeliest is not None
+            assert bool(((context.likeliest.probabilities > 0) & (context.likeliest.probabilities <= 1)).all())
+            seen.append(tuple(context.likeliest.token_ids.shape))
             return super().choose_lengths(drafter, hidden_states, context)
 
     engine = new_engine(engine_oracle(block_size=5), length_policy=Reads())
     assert engine.submit(prompt_ids(1), max_new_tokens=9).result().token_ids == list(plain_answer("llama", 1)[:9])
-    assert set(seen) == {(1, 4, 96)}
+    assert set(seen) == {(1, 4)}
 
 
 def test_policies_measure_on_the_engine_before_the_first_round() -> None:

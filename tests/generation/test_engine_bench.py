@@ -34,11 +34,11 @@ def test_steps_of_any_size_leave_nothing_behind() -> None:
 def test_fingerprint() -> None:
     target = engine_target()
     drafter = tiny_drafter(target, target_layer_ids=[0, 1])
-    first = cost_fingerprint(target, drafter)
-    assert first == cost_fingerprint(target, drafter)
+    first = cost_fingerprint(target, drafter, False)
+    assert first == cost_fingerprint(target, drafter, False) != cost_fingerprint(target, drafter, True)
     assert first["torch"] == torch.__version__ and first["threads"] == str(torch.get_num_threads())
     others = [(tiny_target("llama"), drafter), (target, tiny_drafter(target, target_layer_ids=[0, 1], block_size=9))]
-    assert all(cost_fingerprint(*models) != first for models in others)
+    assert all(cost_fingerprint(*models, False) != first for models in others)
 
 
 @pytest.mark.parametrize("max_requests", [1, 64])
@@ -61,4 +61,26 @@ def test_drafts_bring_new_tokens_which_are_taken_back() -> None:
         bench.run_draft(3)
     assert rows == [3 * NEW_TOKENS] * 3
     assert [bench._drafter.length(slot) for _, slot in bench._slots] == [128, 96, 192]
+    bench.close()
+
+
+@pytest.mark.parametrize("reads_likeliest", [False, True])
+def test_drafts_are_projected_where_the_policy_reads_them(reads_likeliest: bool) -> None:
+    target = engine_target()
+    drafter = tiny_drafter(target, target_layer_ids=[0, 1], is_causal=True, block_size=6)
+    bench = EngineRoundBench(target, drafter, max_requests=2)
+    bench.reads_likeliest = reads_likeliest
+    projected: list[int] = []
+    compute_logits = drafter.compute_logits
+
+    def spy(hidden_states: torch.Tensor, head: torch.nn.Module) -> torch.Tensor:
+        projected.append(hidden_states.shape[:-1].numel())
+        return compute_logits(hidden_states, head)
+
+    drafter.compute_logits = spy  # type: ignore[method-assign]
+    bench.run_draft(2)
+    bench.run_target([3, 2])
+    bench.run_draft(2, 3)
+    bench.run_draft(2, 1)
+    assert projected == ([2 * 5, 2 * 2] if reads_likeliest else [2 + 1])
     bench.close()

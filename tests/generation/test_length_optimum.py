@@ -50,6 +50,30 @@ def test_padded_equals_brute_force(seed: int) -> None:
     assert rates[max(choice.lengths) - 1] == pytest.approx(max(rates))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_uneven_lengths_are_weighed(seed: int) -> None:
+    """Against all lengths there are, where rows up to the longest of them cost something too."""
+    rng = np.random.default_rng(seed)
+    survival = random_survival(rng, 3, 3)
+    seconds, padding_s = 1.0 + 0.2 * np.arange(10), rng.choice([0.01, 0.05, 0.15])
+    rates = {
+        lengths: expected_tokens(survival, lengths, 3)
+        / (seconds[sum(lengths) - 3] + padding_s * (3 * max(lengths) - sum(lengths)))
+        for lengths in itertools.product(range(1, 5), repeat=3)
+    }
+    choice = best_lengths(survival, [4, 4, 4], 3, seconds, True, padding_s)
+    assert rates[tuple(choice.lengths)] == pytest.approx(max(rates.values()))
+    assert choice.tok_per_s == pytest.approx(max(rates.values()))
+
+
+def test_padding_makes_lengths_even() -> None:
+    survival = np.array([[0.8, 0.6], [0.8, 0.1]])
+    seconds = 1.0 + 0.2 * np.arange(5)
+    assert best_lengths(survival, [3, 3], 2, seconds, True).lengths == [3, 2]
+    # 3.6 / 1.4 beats 4.2 / (1.6 + 0.15), which 4.2 / 1.6 would have beaten
+    assert best_lengths(survival, [3, 3], 2, seconds, True, padding_s=0.15).lengths == [2, 2]
+
+
 def test_rows_for_nothing_are_taken_and_dear_ones_left() -> None:
     survival = np.array([[0.9, 0.8, 0.1], [0.3, 0.2, 0.1]])
     free = best_lengths(survival, [4, 4], 2, np.full(7, 1.0), is_packed=True)

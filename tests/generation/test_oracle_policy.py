@@ -8,6 +8,7 @@ from plain_comparison import generate, oracle_for, prompt, ragged_batch, shared_
 from tiny_models import tiny_drafter
 
 from adaflash_hf import AdaFlashEngine, InvalidInputError, OraclePolicy, RoundContext
+from adaflash_hf.generation.draft_head import LikeliestTokens
 
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["one", "ragged"])
@@ -41,10 +42,16 @@ def test_engine_verifies_what_is_accepted() -> None:
 
 
 def test_what_it_was_not_told() -> None:
-    context = RoundContext([4], 1, request_ids=[7], num_generated=[1], draft_logits=torch.zeros(1, 3, 5))
+    context = RoundContext(
+        [4],
+        1,
+        request_ids=[7],
+        num_generated=[1],
+        likeliest=LikeliestTokens(torch.zeros(1, 3).long(), torch.zeros(1, 3)),
+    )
     with pytest.raises(InvalidInputError, match="not told the answer to request 7"):
         OraclePolicy({1: [2, 3]}).choose(tiny_drafter(), torch.zeros(1, 4, 2), context)
-    with pytest.raises(InvalidInputError, match="needs `context.draft_logits`"):
+    with pytest.raises(InvalidInputError, match="needs `context.likeliest`"):
         OraclePolicy().choose(tiny_drafter(), torch.zeros(1, 4, 2), RoundContext([4], 1))
     with pytest.raises(InvalidInputError, match="call `choose`"):
         OraclePolicy().verify_lengths(tiny_drafter(), torch.zeros(1, 4, 2), 4)

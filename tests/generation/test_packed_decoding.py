@@ -30,8 +30,8 @@ NEW_TOKENS = 18
 class ByRow(LengthPolicy):
     """The n-th row of the batch verifies n + 1 rows; notes what it is told."""
 
-    def __init__(self, needs_logits: bool = False) -> None:
-        self.needs_logits = needs_logits
+    def __init__(self, needs_tokens: bool = False) -> None:
+        self.needs_tokens = needs_tokens
         self.packed: list[bool] = []
         self.outcomes: list[RoundOutcome] = []
 
@@ -40,14 +40,14 @@ class ByRow(LengthPolicy):
 
     def choose_lengths(self, drafter: Any, hidden_states: torch.Tensor, context: RoundContext) -> list[int]:
         self.packed.append(context.is_packed)
-        if self.needs_logits:
-            assert context.draft_logits is not None
-            assert context.draft_logits.shape[:2] == (len(context.longest), drafter.config.draft_length)
+        if self.needs_tokens:
+            assert context.likeliest is not None
+            assert context.likeliest.token_ids.shape == (len(context.longest), drafter.config.draft_length)
         rows = zip(context.request_ids, context.longest, strict=True)
         return [min(int(str(row)) + 1, bound) for row, bound in rows]
 
-    def needs_draft_logits(self, drafter: Any) -> bool:
-        return self.needs_logits
+    def needs_likeliest(self, drafter: Any) -> bool:
+        return self.needs_tokens
 
     def observe_round(self, context: RoundContext, outcome: RoundOutcome) -> None:
         self.outcomes.append(outcome)
@@ -67,9 +67,9 @@ def packed_rounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rounds
 
 
-@pytest.mark.parametrize("needs_logits", [False, True])
-def test_every_row_verifies_its_own_number(needs_logits: bool, packed_rounds: list[int]) -> None:
-    policy = ByRow(needs_logits)
+@pytest.mark.parametrize("needs_tokens", [False, True])
+def test_every_row_verifies_its_own_number(needs_tokens: bool, packed_rounds: list[int]) -> None:
+    policy = ByRow(needs_tokens)
     target, inputs = shared_target(), ragged_batch()
     drafter = assert_same_as_plain(target, inputs, drafting={"length_policy": policy}, max_new_tokens=NEW_TOKENS)
     stats = drafter.last_generation_stats
