@@ -48,6 +48,8 @@ _KEPT_SHARE = 8
 _MOST_HALVINGS = 2
 # A trial that lost less than this share of its time may have had bad luck.
 _CLEAR_LOSS = 0.1
+# Share of a plain round that its tokens cost the drafter when it reads them later; it had read some.
+_CATCHING_UP = 0.02
 # Times what was expected, beyond which a round is not long for what was done in it.
 _LONGEST_ROUND = 2.0
 # Requests that a trial of drafting drafts for where drafting for all would cost more, and rows it verifies of each at
@@ -57,6 +59,8 @@ _TRIAL_LENGTH = 4
 # Rounds after which drafting that does not pay is given up until it does: features are not collected any more. Until
 # then they are held and nothing is made of them, which costs little but memory.
 _PATIENCE_ROUNDS = 128
+# A quarter of them is enough where it promises less than this, times what plain decoding does.
+_HOPELESS = 0.9
 
 # Where blocks are cut, one in so many rounds drafts whole ones, and more rarely where that shows many blocks at once:
 # what the later slots are worth may change.
@@ -73,6 +77,7 @@ _LEARNED = (
     "_confirmations",
     "_rounds_unpaid",
     "_rounds_plain",
+    "_rounds_kept",
     "_kept",
     "_num_rounds",
     "_timed_drafts",
@@ -184,6 +189,7 @@ class CostAwarePolicy(LengthPolicy):
         self._confirmations: dict[tuple[int, bool], int] = {}
         self._rounds_unpaid = 0
         self._rounds_plain = 0
+        self._rounds_kept = 0
         self._kept: dict[Hashable, tuple[int, Any]] = {}
         self._num_rounds = 0
         self._timed_drafts = 0.0
@@ -256,10 +262,17 @@ class CostAwarePolicy(LengthPolicy):
         return outlook.tok_per_s > (1 + gain) * num_active / self._plain_seconds(num_active)
 
     def _trial(self, outlook: _Outlook, num_active: int) -> _Trial:
-        """The round with drafts that loses least against plain decoding: one for all requests or for a few."""
-        for_all = _Trial(num_active, outlook.seconds - outlook.tokens * self._plain_seconds(num_active) / num_active)
+        """
+        The round with drafts that loses least against plain decoding: one for all requests or for a few.
+
+        For all only where that costs no more than it says: not for those whose features have a gap, which the target
+        would have to read again, and not beside a prompt, where nobody sees what it costs.
+        """
+        plain_s = self._plain_seconds(num_active)
+        for_all = _Trial(num_active, outlook.seconds - outlook.tokens * plain_s / num_active)
         if not self._is_packed or num_active <= _TRIAL_REQUESTS:
             return for_all
+        has_gaps = self._rounds_kept < min(self._num_rounds, _PATIENCE_ROUNDS)
 
         def small_loss() -> float:
             recent, forecaster = self._recent, self._forecaster
@@ -269,11 +282,12 @@ class CostAwarePolicy(LengthPolicy):
             drafts, slots = min(_TRIAL_LENGTH - 1, survival.shape[1]), survival.shape[1]
             seconds = self._draft_round_seconds(num_active, _TRIAL_REQUESTS, slots, True)[_TRIAL_REQUESTS * drafts]
             accepted = _TRIAL_REQUESTS * float(survival[:, :drafts].sum(axis=1).mean())
-            plain_s = self._plain_seconds(num_active)
             return float(seconds) - plain_s * (1 + accepted / num_active)
 
         small = _Trial(_TRIAL_REQUESTS, self._keep(("trial", num_active), small_loss))
-        return min(for_all, small, key=lambda trial: trial.lost_s)
+        catching_up_s = _CATCHING_UP * self._rounds_plain * plain_s
+        for_all = for_all._replace(lost_s=for_all.lost_s + catching_up_s)
+        return small if has_gaps or self._is_prefilling or small.lost_s <= for_all.lost_s else for_all
 
     def choose_lengths(
         self, drafter: DFlashDrafterModel, hidden_states: torch.Tensor, context: RoundContext
@@ -391,7 +405,9 @@ class CostAwarePolicy(LengthPolicy):
         self._spend(context, outcome)
         if outcome.round_s is not None and outcome.round_s > 0:
             self._learn_costs(context, outcome, outcome.round_s)
-        self._rounds_plain = 0 if outcome.drafted else self._rounds_plain + 1
+        is_for_all = outcome.drafted and len(context.longest) > min(_TRIAL_REQUESTS, context.num_active - 1)
+        self._rounds_plain = 0 if is_for_all else self._rounds_plain + 1
+        self._rounds_kept = self._rounds_kept + 1 if self.keeps_context(context.num_active) else 0
         if isinstance(context.memo, _Choice):
             self._learn_acceptance(context.memo, outcome)
 
@@ -403,7 +419,8 @@ class CostAwarePolicy(LengthPolicy):
             return
         plain_s = self._plain_seconds(num_active)
         is_draft_better = self._pays(outlook, num_active)
-        self._rounds_unpaid = 0 if outlook.tok_per_s >= num_active / plain_s else self._rounds_unpaid + 1
+        promise = outlook.tok_per_s * plain_s / num_active
+        self._rounds_unpaid = 0 if promise >= 1 else self._rounds_unpaid + (1 if promise > _HOPELESS else 4)
         tok_per_s = outlook.tok_per_s if is_draft_better else num_active / plain_s
         expected_s = context.memo.seconds if isinstance(context.memo, _Choice) else plain_s
         if outcome.round_s is None:

@@ -400,7 +400,7 @@ class EngineRounds:
         if kept < part.count:
             self.target.truncate(request.target_slot, part.length_before + kept)
         if self.drafter is not None and features is not None and part.is_followed:
-            self.drafter.extend(request.drafter_slot, features[:kept])
+            self.drafter.extend(request.drafter_slot, features if kept == part.count else features[:kept])
         if request.state is RequestState.PREFILLING and request.prefilled >= request.prefill_target:
             request.state = RequestState.DECODING
             if request.drafter_version is None:

@@ -76,7 +76,8 @@ def best_lengths(
         return LengthChoice(
             np.minimum(bounds, drafts + 1).tolist(), float(tokens[drafts]), float(seconds_of_rows[drafts])
         )
-    bounds_on_drafts = range(1, draft_length + 1) if padding_s else [draft_length]
+    most = min(max(int(bounds.max(initial=1)) - 1, 1), draft_length)
+    bounds_on_drafts = range(1, most + 1) if padding_s else [most]
     choices = [_best_packed(gains[:, :most], num_active, seconds_of_rows, padding_s) for most in bounds_on_drafts]
     return max(choices, key=lambda choice: choice.tok_per_s)
 

@@ -135,15 +135,15 @@ class PackedDrafter(PackedModel):
             raise InvalidInputError(f"`slot` is {slot}, which is not open; open are {sorted(self._pending)}.")
         if features.shape[0] == 0:
             return
-        self._pending[slot].add(features.to(device=self.device))
+        self._pending[slot].add(features if features.device == self.device else features.to(device=self.device))
         if self.num_pending(slot) >= self.most_pending_tokens:
-            self._absorb(slot)
+            self._absorb([slot])
 
     @torch.no_grad()
-    def _absorb(self, slot: int) -> None:
-        """Takes a slot's features into the cache. The block that goes along is a fraction of the rows."""
-        anchor = torch.full((1,), self.config.mask_token_id, device=self.device)
-        self._run_blocks([slot], anchor, self._rows_for(1))
+    def _absorb(self, slots: Sequence[int]) -> None:
+        """Takes the features of slots into the cache. The blocks that go along are a fraction of the rows."""
+        anchors = torch.full((len(slots),), self.config.mask_token_id, device=self.device)
+        self._run_blocks(slots, anchors, self._rows_for(1))
 
     @torch.no_grad()
     def draft(
@@ -167,12 +167,20 @@ class PackedDrafter(PackedModel):
             raise InvalidInputError(
                 f"`anchor_ids` has shape {tuple(anchors.shape)} for {len(slots)} slots; pass one id for each."
             )
-        at_once = sum(map(self.num_pending, slots))
+        left = sum(map(self.num_pending, slots))
+        absorbed: list[int] = []
+        at_once = 0
         for slot in sorted(slots, key=self.num_pending, reverse=True):
-            if at_once <= _TOKENS_AT_ONCE:
+            if left <= _TOKENS_AT_ONCE:
                 break
-            at_once -= self.num_pending(slot)
-            self._absorb(slot)
+            if absorbed and at_once + self.num_pending(slot) > _TOKENS_AT_ONCE:
+                self._absorb(absorbed)
+                absorbed, at_once = [], 0
+            absorbed.append(slot)
+            at_once += self.num_pending(slot)
+            left -= self.num_pending(slot)
+        if absorbed:
+            self._absorb(absorbed)
         return self._run_blocks(slots, anchors, self._rows_for(longest))
 
     def longest_in(self, hidden_states: torch.Tensor) -> int:
