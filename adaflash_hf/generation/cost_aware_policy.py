@@ -427,9 +427,13 @@ class CostAwarePolicy(LengthPolicy):
             # What else was done in it would have been done anyway: count as if it had been decoding alone.
             round_s, committed = expected_s, num_active + sum(outcome.accepted)
         else:
-            # A round that another process held up would otherwise forbid trials for a long time; and what the drafter
-            # had to make good for is no reason to stop once it is done.
-            longest_s = (1.0 if self._is_catching_up(context, outcome) else _LONGEST_ROUND) * expected_s
+            # A round that another process held up would otherwise forbid trials for a long time; what the drafter had
+            # to make good for is no reason to stop once it is done; and as long as no plain round was seen, one that
+            # took longer than the table says shows nothing about drafting.
+            is_as_expected = self._is_catching_up(context, outcome) or not self._correction.has_seen(
+                "plain", _magnitude(num_active)
+            )
+            longest_s = (1.0 if is_as_expected else _LONGEST_ROUND) * expected_s
             round_s, committed = min(outcome.round_s, longest_s), outcome.committed
         key = (_magnitude(num_active), is_draft_better)
         lost_s = 0.0

@@ -194,6 +194,10 @@ class CostCorrection:
         """
         return math.exp(sum(self._logs.get(path[:depth], 0.0) for depth in range(len(path) + 1)))
 
+    def has_seen(self, *path: Hashable) -> bool:
+        """Whether a round of this description was ever observed."""
+        return path in self._counts
+
     def observe(self, ratio: float, *path: Hashable) -> None:
         """
         Args:

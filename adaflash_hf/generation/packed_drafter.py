@@ -56,15 +56,18 @@ class _Pending:
         pieces (`list[torch.Tensor]`): In order.
         num_tokens (`int`): Tokens of all pieces.
         num_views (`int`): Pieces at the end that are views of more.
+        num_bytes (`int`): Bytes of all pieces.
     """
 
     pieces: list[torch.Tensor] = field(default_factory=list)
     num_tokens: int = 0
     num_views: int = 0
+    num_bytes: int = 0
 
     def add(self, features: torch.Tensor) -> None:
         self.pieces.append(features)
         self.num_tokens += features.shape[0]
+        self.num_bytes += features.nbytes
         self.num_views += 1
         if self.num_views == _MOST_VIEWS:
             self.pieces[-_MOST_VIEWS:] = [torch.cat(self.pieces[-_MOST_VIEWS:])]
@@ -121,8 +124,7 @@ class PackedDrafter(PackedModel):
     @property
     def memory_bytes(self) -> int:
         """Bytes of the context's buffers and of features not drafted from yet."""
-        features = sum(piece.nbytes for pending in self._pending.values() for piece in pending.pieces)
-        return super().memory_bytes + features
+        return super().memory_bytes + sum(pending.num_bytes for pending in self._pending.values())
 
     def extend(self, slot: int, features: torch.Tensor) -> None:
         """Adds the target's features of newly committed tokens, in order and without gaps.
