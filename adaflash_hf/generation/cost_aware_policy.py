@@ -15,9 +15,10 @@ from torch import nn
 from ..errors import InvalidInputError
 from .acceptance_forecast import AcceptanceForecaster, Forecast, confidence_head_of
 from .cost_calibration import RoundBench, calibrated_table
-from .cost_table import CostCorrection, CostTable
-from .length_optimum import best_lengths
+from .cost_table import CostTable
+from .length_optimum import best_lengths, mean_of_best
 from .length_policies import LengthPolicy, RoundContext, RoundOutcome
+from .round_costs import RoundCosts, magnitude, num_padded_rows
 
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ __all__ = ["CostAwarePolicy", "shared_cost_aware_policy"]
 
 # Blocks whose forecasts stand for the next ones when nothing is drafted yet.
 _REMEMBERED_BLOCKS = 256
-# Rounds that the outlook deals them out to at most, and blocks of all of those.
+# Rounds that the outlook deals them out to at most, twice as many where few requests make them cheap, and blocks of
+# all of those.
 _OUTLOOK_SAMPLES, _OUTLOOK_BLOCKS = 8, 128
 # Fewer blocks than this say nothing yet; they are drafted whatever it costs, once, for a few requests at a time.
 _LEAST_BLOCKS = 16
@@ -40,6 +42,9 @@ _LEAST_BLOCKS = 16
 _LEAST_GAIN = 0.02
 _UNSURE_GAIN = 0.35
 _BLOCKS_PER_ROUND = 8  # a timed draft for all says as much about costs as so many blocks about drafts
+# Share of their time that rounds with drafts for many cost elsewhere: features are kept and handed on, requests catch
+# up, and products are prepared for numbers of rows that are new.
+_UPKEEP = 0.02
 # Rounds for which corrected costs and the outlook of drafting are good enough, or for a share of the rounds so far if
 # they are few; more often is not worth its time.
 _KEPT_ROUNDS = 8
@@ -69,9 +74,8 @@ _WHOLE_BLOCKS = 16
 
 # What belongs to the models and the loop that a policy was last prepared for.
 _LEARNED = (
-    "_table",
+    "_costs",
     "_forecaster",
-    "_correction",
     "_recent",
     "_budget_s",
     "_confirmations",
@@ -173,7 +177,6 @@ class CostAwarePolicy(LengthPolicy):
         self._given_table = table
         self._cache_directory = cache_directory
         self._refresh_costs = refresh_costs
-        self._table = table
         self._fingerprint: dict[str, str] | None = None
         self._others: dict[Hashable, dict[str, Any]] = {}
         self._is_packed = True
@@ -183,7 +186,7 @@ class CostAwarePolicy(LengthPolicy):
 
     def _forget(self) -> None:
         """Starts with nothing observed."""
-        self._correction = CostCorrection()
+        self._costs = None if self._given_table is None else RoundCosts(self._given_table)
         self._recent: Forecast | None = None
         self._budget_s = 0.0
         self._confirmations: dict[tuple[int, bool], int] = {}
@@ -202,11 +205,16 @@ class CostAwarePolicy(LengthPolicy):
             # One policy serves all calls of `generate()`, and those with one prompt and with several cost otherwise.
             self._others[_key_of(self._fingerprint)] = {name: getattr(self, name) for name in _LEARNED}
             self._forget()
-            self._table, self._forecaster = self._given_table, None
+            self._forecaster = None
             vars(self).update(self._others.pop(_key_of(fingerprint), {}))
-        if self._given_table is None and (self._table is None or not self._table.covers(bench.max_requests)):
-            self._table = calibrated_table(bench, self._cache_directory, self._refresh_costs)
+        costs = self._costs
+        if costs is None or (self._given_table is None and not costs.table.covers(bench.max_requests)):
+            table = calibrated_table(bench, self._cache_directory, self._refresh_costs)
             self._refresh_costs = False
+            if costs is None:
+                self._costs = RoundCosts(table)
+            else:
+                costs.table = table
         self._fingerprint = fingerprint
         self._is_packed = bench.is_packed
 
@@ -280,7 +288,7 @@ class CostAwarePolicy(LengthPolicy):
                 return 0.0  # as in `_pays`
             survival = forecaster.survival(recent)
             drafts, slots = min(_TRIAL_LENGTH - 1, survival.shape[1]), survival.shape[1]
-            seconds = self._draft_round_seconds(num_active, _TRIAL_REQUESTS, slots, True)[_TRIAL_REQUESTS * drafts]
+            seconds = self._drafted_seconds(num_active, _TRIAL_REQUESTS, slots, True)[_TRIAL_REQUESTS * drafts]
             accepted = _TRIAL_REQUESTS * float(survival[:, :drafts].sum(axis=1).mean())
             return float(seconds) - plain_s * (1 + accepted / num_active)
 
@@ -299,7 +307,7 @@ class CostAwarePolicy(LengthPolicy):
         num_drafts = self._forecaster.num_drafts_in(hidden_states)
         longest = None if num_drafts == draft_length else num_drafts + 1
         key = (context.num_active, len(context.longest), draft_length, context.is_packed, longest)
-        seconds = self._keep(key, lambda: self._draft_round_seconds(*key))
+        seconds = self._keep(key, lambda: self._drafted_seconds(*key))
         survival = self._forecaster.survival(forecast)
         padding_s = self._padding_seconds(len(context.longest))
         expected = best_lengths(survival, context.longest, context.num_active, seconds, context.is_packed, padding_s)
@@ -308,7 +316,7 @@ class CostAwarePolicy(LengthPolicy):
             # A trial is there to see, also of slots that were rejected when they were last seen.
             least = [min(_TRIAL_LENGTH, bound) for bound in context.longest]
             lengths = [max(pair) for pair in zip(lengths, least, strict=True)]
-        expected_s = float(seconds[_index_of(lengths, context.is_packed)]) + padding_s * _num_padded(lengths)
+        expected_s = float(seconds[_index_of(lengths, context.is_packed)]) + padding_s * num_padded_rows(lengths)
         context.memo = _Choice(forecast, expected_s, longest)
         return lengths
 
@@ -318,24 +326,29 @@ class CostAwarePolicy(LengthPolicy):
             drafter, hidden_states, RoundContext([longest] * batch_size, batch_size, self._is_packed)
         )
 
-    def _costs(self) -> CostTable:
-        if self._table is None:
+    @property
+    def _known_costs(self) -> RoundCosts:
+        if self._costs is None:
             raise InvalidInputError(
                 "`CostAwarePolicy` does not know any costs yet. `generate()` and the engine have them measured; in a "
                 "loop of your own call `policy.prepare(bench)` first, or pass `table`."
             )
-        return self._table
+        return self._costs
+
+    def _plain_seconds(self, num_active: int) -> float:
+        return self._keep(("plain", num_active), lambda: self._known_costs.plain_seconds(num_active))
 
     def _padding_seconds(self, num_drafted: int) -> float:
         """Seconds of a row that attention pads. The few requests of a trial are padded among themselves, if at all."""
-        return self._costs().padding_s if self._is_packed and num_drafted > _TRIAL_REQUESTS else 0.0
+        return self._known_costs.table.padding_s if self._is_packed and num_drafted > _TRIAL_REQUESTS else 0.0
 
-    def _plain_seconds(self, num_active: int) -> float:
-        def corrected() -> float:
-            tabulated = float(self._costs().target_seconds(num_active, 1.0))
-            return tabulated * self._correction.factor("plain", _magnitude(num_active))
-
-        return self._keep(("plain", num_active), corrected)
+    def _drafted_seconds(
+        self, num_active: int, num_drafted: int, draft_length: int, is_packed: bool, longest: int | None = None
+    ) -> np.ndarray:
+        """As [`RoundCosts.drafted_seconds`] of the coming round."""
+        return self._known_costs.drafted_seconds(
+            num_active, num_drafted, draft_length, is_packed, longest, self._is_prefilling
+        )
 
     def _keep(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """What `compute` returns, or returned a few rounds ago, for rounds that read prompts or do not."""
@@ -345,25 +358,6 @@ class CostAwarePolicy(LengthPolicy):
             value = compute()
             self._kept[key] = (self._num_rounds, value)
         return value
-
-    def _draft_round_seconds(
-        self, num_active: int, num_drafted: int, draft_length: int, is_packed: bool, longest: int | None = None
-    ) -> np.ndarray:
-        """Seconds of a round with blocks cut to `longest`, by the number of drafts: in all if packed, else each."""
-        table = self._costs()
-        drafts = np.arange(num_drafted * draft_length + 1) if is_packed else np.arange(draft_length + 1)
-        mean_length = 1 + drafts / num_active if is_packed else 1.0 + drafts
-        target_s = table.target_seconds(num_active, mean_length)
-        if self._is_prefilling:
-            # Beside a prompt, which is read in any case, no row comes cheap because few are there.
-            target_s = np.maximum(target_s, target_s[0] + drafts * table.row_seconds)
-        tabulated = table.draft_seconds(num_drafted, longest) + target_s
-        path = ("draft", _magnitude(num_active))
-        # Only a handful of different corrections, so they are looked up by cell and spread.
-        cells = np.round(mean_length).astype(int)
-        factors = {cell: self._correction.factor(*path, cell) for cell in np.unique(cells).tolist()}
-        # One more row is never cheaper, whatever the corrections of neighbouring cells say.
-        return np.maximum.accumulate(tabulated * np.array([factors[cell] for cell in cells.tolist()]))
 
     def _outlook(self, num_active: int) -> _Outlook | None:
         """What a round with drafts would bring on average, from forecasts of recent blocks; None with too few."""
@@ -376,21 +370,28 @@ class CostAwarePolicy(LengthPolicy):
         assert self._forecaster is not None
         survival = self._forecaster.survival(recent)
         draft_length = survival.shape[1]
-        samples = min(_OUTLOOK_SAMPLES, max(min(len(survival), _OUTLOOK_BLOCKS) // num_active, 1))
+        most = _OUTLOOK_SAMPLES if num_active > _TRIAL_REQUESTS else 2 * _OUTLOOK_SAMPLES
+        samples = min(most, max(min(len(survival), _OUTLOOK_BLOCKS) // num_active, 1))
         # The newest blocks, dealt out to rounds of this many requests, some more than once if there are too few.
         picks = (-1 - np.arange(samples * num_active) % len(survival)).reshape(samples, num_active)
 
         def outlook(longest: int | None) -> _Outlook:
-            seconds = self._draft_round_seconds(num_active, num_active, draft_length, self._is_packed, longest)
+            seconds = self._drafted_seconds(num_active, num_active, draft_length, self._is_packed, longest)
+            if num_active == 1:
+                return _Outlook(
+                    *mean_of_best(survival[-_OUTLOOK_BLOCKS:], longest or draft_length + 1, seconds), longest
+                )
             bounds = [longest or draft_length + 1] * num_active
             rounds = [(survival[rows], bounds, num_active, seconds, self._is_packed, padding_s) for rows in picks]
             choices = [best_lengths(*each) for each in rounds]
             tokens, spent_s = (sum(getattr(choice, name) for choice in choices) for name in ("tokens", "seconds"))
-            return _Outlook(tokens / samples, spent_s / samples, longest)
+            upkeep = 1 + (_UPKEEP if num_active > _TRIAL_REQUESTS else 0.0)
+            return _Outlook(tokens / samples, upkeep * spent_s / samples, longest)
 
         padding_s = self._padding_seconds(num_active)
-        cuts = [length for length in self._costs().lengths if 1 < length <= draft_length]
-        if self._costs().cut_draft_s is None or not self._forecaster.can_forecast_cut:
+        table = self._known_costs.table
+        cuts = [length for length in table.lengths if 1 < length <= draft_length]
+        if table.cut_draft_s is None or not self._forecaster.can_forecast_cut:
             cuts = []
         # Of equals the longest, which sees more.
         return max(map(outlook, [None, *reversed(cuts)]), key=lambda each: each.tok_per_s)
@@ -399,19 +400,20 @@ class CostAwarePolicy(LengthPolicy):
 
     def observe_round(self, context: RoundContext, outcome: RoundOutcome) -> None:
         super().observe_round(context, outcome)
-        if self._table is None:
+        costs = self._costs
+        if costs is None:
             return
         self._num_rounds += 1
-        self._spend(context, outcome)
+        self._spend(costs, context, outcome)
         if outcome.round_s is not None and outcome.round_s > 0:
-            self._learn_costs(context, outcome, outcome.round_s)
+            self._learn_costs(costs, context, outcome, outcome.round_s)
         is_for_all = outcome.drafted and len(context.longest) > min(_TRIAL_REQUESTS, context.num_active - 1)
         self._rounds_plain = 0 if is_for_all else self._rounds_plain + 1
         self._rounds_kept = self._rounds_kept + 1 if self.keeps_context(context.num_active) else 0
         if isinstance(context.memo, _Choice):
             self._learn_acceptance(context.memo, outcome)
 
-    def _spend(self, context: RoundContext, outcome: RoundOutcome) -> None:
+    def _spend(self, costs: RoundCosts, context: RoundContext, outcome: RoundOutcome) -> None:
         """Accounts for the time that a round of the slower side cost, by what it really took where that is known."""
         num_active = context.num_active
         outlook = self._outlook(num_active)
@@ -430,12 +432,10 @@ class CostAwarePolicy(LengthPolicy):
             # A round that another process held up would otherwise forbid trials for a long time; what the drafter had
             # to make good for is no reason to stop once it is done; and as long as no plain round was seen, one that
             # took longer than the table says shows nothing about drafting.
-            is_as_expected = self._is_catching_up(context, outcome) or not self._correction.has_seen(
-                "plain", _magnitude(num_active)
-            )
+            is_as_expected = self._is_catching_up(context, outcome) or not costs.has_timed_plain(num_active)
             longest_s = (1.0 if is_as_expected else _LONGEST_ROUND) * expected_s
             round_s, committed = min(outcome.round_s, longest_s), outcome.committed
-        key = (_magnitude(num_active), is_draft_better)
+        key = (magnitude(num_active), is_draft_better)
         lost_s = 0.0
         # A round on the better side may have bad luck; only trials are paid for. Those that win make good for what
         # others lost, and save nothing up.
@@ -451,30 +451,20 @@ class CostAwarePolicy(LengthPolicy):
         every round does."""
         return outcome.drafted and self._rounds_plain > 0 and len(context.longest) > _TRIAL_REQUESTS
 
-    def _learn_costs(self, context: RoundContext, outcome: RoundOutcome, round_s: float) -> None:
-        num_active = context.num_active
+    def _learn_costs(self, costs: RoundCosts, context: RoundContext, outcome: RoundOutcome, round_s: float) -> None:
+        num_active, num_drafted = context.num_active, len(context.longest)
         if not outcome.drafted:
-            tabulated = float(self._costs().target_seconds(num_active, 1.0))
-            self._correction.observe(round_s / tabulated, "plain", _magnitude(num_active))
+            costs.observe_plain(num_active, round_s)
             return
         longest = context.memo.longest if isinstance(context.memo, _Choice) else None
         outlook = self._outlook(num_active)
-        is_cut = outlook is not None and outlook.longest is not None and len(context.longest) > _TRIAL_REQUESTS
+        is_cut = outlook is not None and outlook.longest is not None and num_drafted > _TRIAL_REQUESTS
         if self._is_catching_up(context, outcome) or (is_cut and longest is None):
             return  # such rounds are rare, and cost otherwise
         # A trial with a few requests says less about rounds that draft for all.
-        self._timed_drafts += (len(context.longest) / num_active) ** 0.5
-        mean_length = self._mean_length(context, outcome.verify_lengths)
-        table = self._costs()
-        tabulated = table.draft_seconds(len(context.longest), longest)
-        tabulated += float(table.target_seconds(num_active, mean_length))
-        tabulated += self._padding_seconds(len(context.longest)) * _num_padded(outcome.verify_lengths)
-        self._correction.observe(round_s / tabulated, "draft", _magnitude(num_active), round(mean_length))
-
-    def _mean_length(self, context: RoundContext, lengths: Sequence[int]) -> float:
-        if not context.is_packed:
-            return float(max(lengths))
-        return 1 + sum(length - 1 for length in lengths if length > 0) / context.num_active
+        self._timed_drafts += (num_drafted / num_active) ** 0.5
+        padding_s = self._padding_seconds(num_drafted)
+        costs.observe_drafted(num_active, outcome.verify_lengths, context.is_packed, longest, padding_s, round_s)
 
     def _learn_acceptance(self, choice: _Choice, outcome: RoundOutcome) -> None:
         assert self._forecaster is not None
@@ -492,19 +482,9 @@ class CostAwarePolicy(LengthPolicy):
         )
 
 
-def _magnitude(count: int) -> int:
-    """Counts that share a correction: 1, 2, 3 to 4, 5 to 8, and so on."""
-    return (count - 1).bit_length()
-
-
 def _index_of(lengths: Sequence[int], is_packed: bool) -> int:
     """Where the seconds of a round with these verify lengths are found, see [`best_lengths`]."""
     return sum(lengths) - len(lengths) if is_packed else max(lengths) - 1
-
-
-def _num_padded(lengths: Sequence[int]) -> int:
-    """Rows that these verify lengths have fewer than the longest of them."""
-    return len(lengths) * max(lengths) - sum(lengths)
 
 
 def _key_of(fingerprint: dict[str, str] | None) -> Hashable:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 
-__all__ = ["LengthChoice", "best_lengths"]
+__all__ = ["LengthChoice", "best_lengths", "mean_of_best"]
 
 
 # On CPUs matrix products are prepared anew for every number of rows, which takes a tenth of a round and more; numbers
@@ -80,6 +80,25 @@ def best_lengths(
     bounds_on_drafts = range(1, most + 1) if padding_s else [most]
     choices = [_best_packed(gains[:, :most], num_active, seconds_of_rows, padding_s) for most in bounds_on_drafts]
     return max(choices, key=lambda choice: choice.tok_per_s)
+
+
+def mean_of_best(survival: np.ndarray, longest: int, seconds_of_rows: np.ndarray) -> tuple[float, float]:
+    """
+    What rounds of one request each bring on average, with the best length for each.
+
+    Args:
+        survival (`np.ndarray` of shape `(num_rounds, draft_length)`): Probability that a slot is accepted.
+        longest (`int`): The largest verify length allowed.
+        seconds_of_rows (`np.ndarray` of shape `(draft_length + 1,)`): Entry i is the cost of a round with i drafts.
+
+    Returns:
+        `tuple[float, float]`: Expected tokens and seconds of a round.
+    """
+    tokens = 1 + np.cumsum(survival[:, : longest - 1], axis=1)
+    tokens = np.concatenate([np.ones((len(survival), 1)), tokens], axis=1)
+    seconds = seconds_of_rows[:longest]
+    best = np.argmax(tokens / seconds, axis=1)
+    return float(tokens[np.arange(len(survival)), best].mean()), float(seconds[best].mean())
 
 
 def _best_packed(gains: np.ndarray, num_active: int, seconds_of_rows: np.ndarray, padding_s: float) -> LengthChoice:

@@ -72,11 +72,11 @@ def test_a_drafter_that_knows_itself_is_read() -> None:
 
 
 def test_a_small_gain_is_taken() -> None:
-    """Drafting for all gains 3 %, less than what the first blocks must promise to be believed."""
-    policy, run = on_measured_machine(32, acceptance=(0.7, 0.43, 0.22, 0.1, 0.05, 0.02, 0.01))
+    """Drafting for all gains 7 %, less than what the first blocks must promise to be believed."""
+    policy, run = on_measured_machine(32, acceptance=(0.74, 0.47, 0.25, 0.12, 0.05, 0.02, 0.01))
     run.run(policy, 400)
-    assert sum(run.drafted[100:]) > 120
-    assert run.speedup(first=20) > 1.015
+    assert sum(run.drafted[100:]) > 100
+    assert run.speedup(first=20) > 1.03
 
 
 def test_follows_acceptance_as_it_changes() -> None:

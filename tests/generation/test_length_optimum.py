@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from adaflash_hf.generation.length_optimum import best_lengths
+from adaflash_hf.generation.length_optimum import best_lengths, mean_of_best
 
 
 def random_survival(rng: np.random.Generator, requests: int, slots: int) -> np.ndarray:
@@ -64,6 +64,15 @@ def test_uneven_lengths_are_weighed(seed: int) -> None:
     choice = best_lengths(survival, [4, 4, 4], 3, seconds, True, padding_s)
     assert rates[tuple(choice.lengths)] == pytest.approx(max(rates.values()))
     assert choice.tok_per_s == pytest.approx(max(rates.values()))
+
+
+@pytest.mark.parametrize("longest", [1, 3, 5])
+def test_mean_over_rounds_of_one_request(longest: int) -> None:
+    rng = np.random.default_rng(0)
+    survival, seconds = random_survival(rng, 9, 4), 1.0 + 0.2 * np.arange(5)
+    choices = [best_lengths(row[None], [longest], 1, seconds, is_packed=True) for row in survival]
+    expected = np.mean([choice.tokens for choice in choices]), np.mean([choice.seconds for choice in choices])
+    assert mean_of_best(survival, longest, seconds) == pytest.approx(expected)
 
 
 def test_padding_makes_lengths_even() -> None:
