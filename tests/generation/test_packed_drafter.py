@@ -174,6 +174,24 @@ def test_features_held_for_long_are_worth_the_same(variant: str, monkeypatch: py
         torch.testing.assert_close(found, torch.stack(expected), **TOLERANCE)
 
 
+def test_many_short_contexts_are_taken_in_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_drafter, "_TOKENS_AT_ONCE", 20)
+    drafter = tiny_drafter(shared_target())
+    packed = PackedDrafter(drafter, shared_target())
+    contexts = [features(10, number) for number in range(6)]
+    slots = [packed.allocate() for _ in contexts]
+    for slot, context in zip(slots, contexts, strict=True):
+        packed.extend(slot, context)
+    taken: list[int] = []
+    drafter.register_forward_pre_hook(
+        lambda module, args, kwargs: taken.append(kwargs["context_hidden_states"].shape[1]), with_kwargs=True
+    )
+    blocks = packed.draft(slots, list(range(5, 11)))
+    assert taken == [20, 20, 20]
+    expected = [alone(drafter, context, 5 + index) for index, context in enumerate(contexts)]
+    torch.testing.assert_close(blocks, torch.stack(expected), **TOLERANCE)
+
+
 def test_features_of_others_are_not_held() -> None:
     """Pieces are views of what a round gave to all requests."""
     packed = PackedDrafter(tiny_drafter(shared_target()), shared_target())
