@@ -81,6 +81,11 @@ def geometric_rates(expected: np.ndarray, draft_length: int) -> np.ndarray:
     return np.interp(expected, *_expected_counts(draft_length))
 
 
+def _buckets(shares: np.ndarray, count: int) -> np.ndarray:
+    """Which of so many equal parts of 0 to 1 each share lies in."""
+    return np.minimum((shares * count).astype(int), count - 1)
+
+
 @cache
 def _expected_counts(draft_length: int) -> tuple[np.ndarray, np.ndarray]:
     """Expected accepted drafts for a grid of rates, and the grid."""
@@ -143,12 +148,11 @@ class AcceptanceForecaster:
                     f"The confidence head forecasts {probabilities.shape[1]} slots, but the drafter drafts "
                     f"{self.draft_length}. Use the head that was trained for this drafter."
                 )
-            buckets = np.minimum((probabilities * _PROBABILITY_BUCKETS).astype(int), _PROBABILITY_BUCKETS - 1)
-            return Forecast(probabilities.astype(float), whole + buckets)
+            return Forecast(probabilities.astype(float), whole + _buckets(probabilities, _PROBABILITY_BUCKETS))
         if likeliest is not None:
             self._use("probabilities")
             probabilities = self._complete(likeliest.probabilities.float().cpu().numpy())
-            buckets = np.minimum((probabilities * _PROBABILITY_BUCKETS).astype(int), _PROBABILITY_BUCKETS - 1)
+            buckets = _buckets(probabilities, _PROBABILITY_BUCKETS)
             # What comes after accepted drafts is likelier than the drafter, which sees none of them, takes it to be.
             return Forecast(probabilities, whole + slots * _PROBABILITY_BUCKETS + buckets)
         if drafter.length_head is None:
@@ -159,7 +163,7 @@ class AcceptanceForecaster:
         # A drafter that overflowed expects nothing to be accepted.
         ratio = np.nan_to_num(drafter.length_head(hidden_states).ratio.float().cpu().numpy().astype(float))
         rates = geometric_rates(ratio * self.block_size - 1, self.draft_length)
-        bucket = np.minimum((ratio * _RATIO_BUCKETS).astype(int), _RATIO_BUCKETS - 1)
+        bucket = _buckets(ratio, _RATIO_BUCKETS)
         # Slots that a cut block does not draft are only ever seen in whole ones.
         parts = np.where(slots < num_drafts, (num_drafts - 1) * self._part_size, whole)
         return Forecast(

@@ -76,7 +76,6 @@ class CostTable:
         target_s: np.ndarray,
         draft_s: np.ndarray,
         cut_draft_s: np.ndarray | None = None,
-        padding_s: float = 0.0,
     ) -> CostTable:
         """
         Makes measured times monotone, since no step becomes faster by more rows or more requests.
@@ -87,12 +86,11 @@ class CostTable:
             target_s (`np.ndarray` of shape `(len(requests), len(lengths))`): Measured seconds of target steps.
             draft_s (`np.ndarray` of shape `(len(requests),)`): Measured seconds of drafts.
             cut_draft_s (`np.ndarray` of shape `(len(requests), len(lengths))`, *optional*): Those of cut blocks.
-            padding_s (`float`, *optional*): Measured seconds of a padded row.
         """
         whole = _isotonic(np.asarray(draft_s, dtype=float))
         # A cut block is never dearer than a whole one.
         cut = None if cut_draft_s is None else np.minimum(_isotonic_both(cut_draft_s), whole[:, None])
-        return cls(tuple(requests), tuple(lengths), _isotonic_both(target_s), whole, cut, padding_s)
+        return cls(tuple(requests), tuple(lengths), _isotonic_both(target_s), whole, cut)
 
     def covers(self, num_requests: int) -> bool:
         """Whether this many requests lie within the grid."""
