@@ -76,11 +76,16 @@ class ReloadStatus:
     longest_pause_s: float = 0.0
 
 
+# Requests of the probe, and how some weights did on each.
+_Scores = list[tuple[dict[str, torch.Tensor], ProbeScore]]
+
+
 @dataclass(frozen=True)
 class _Candidate:
     """Weights that wait, in the second copy, for the next moment between two rounds."""
 
     version: int
+    scores: _Scores
 
 
 class HotReloader:
@@ -144,6 +149,7 @@ class HotReloader:
         self._probe_failed = False
         self._lock = threading.Lock()
         self._candidate: _Candidate | None = None
+        self._scores: _Scores = []  # of the weights in use, as far as they were tried
         self._refused_pointer: VersionPointer | None = None
         self._detach: list[Callable[[], None]] = []
         self._version_holders: list[Any] = []
@@ -260,7 +266,7 @@ class HotReloader:
             if (reason := self._cannot_judge(version.manifest, pointer)) is not None:
                 self._status.waiting_for = reason
                 return False
-            self._fill_copy(version, pointer)
+            scores = self._fill_copy(version, pointer)
         except PublishedVersionError as error:
             if self._is_overtaken(pointer):
                 return False
@@ -274,7 +280,7 @@ class HotReloader:
         with self._lock:
             self._status.prepare_s = time.perf_counter() - began_s
             self._status.waiting_for, self._status.error = "the next round", ""
-            self._candidate = _Candidate(pointer.version)
+            self._candidate = _Candidate(pointer.version, scores)
         return True
 
     def _is_overtaken(self, pointer: VersionPointer) -> bool:
@@ -294,21 +300,33 @@ class HotReloader:
             return None  # the trainer's verdict
         return f"traffic to try version {manifest.version} on ({blocks} of {self._min_probe_blocks} blocks)"
 
-    def _fill_copy(self, version: PublishedVersion, pointer: VersionPointer) -> None:
+    def _fill_copy(self, version: PublishedVersion, pointer: VersionPointer) -> _Scores:
         """Puts a version's weights into the second copy, if those are sound; else leaves the ones in use there."""
         version.check_files()
         check_configuration(version.path, self._copy.config)
         weights = read_weights(version.path, self._copy.state_dict())
         traffic = [] if pointer.is_forced else self.probe.kept()
-        current = self.probe.measure(self._copy, traffic)
+        self._scores = self._scores_on(traffic, self._scores)
+        current = ProbeScore.total(score for _, score in self._scores)
         _synchronize(self.drafter.device)  # an earlier swap may still be reading
         try:
             _copy_tensors([(copied, weights[name]) for name, _, copied in self._tensors])
-            if current.blocks >= self._min_probe_blocks:
-                self._compare(version, current, self.probe.measure(self._copy, traffic))
+            if current.blocks < self._min_probe_blocks:
+                return []
+            scores = self._scores_on(traffic, [])
+            self._compare(version, current, ProbeScore.total(score for _, score in scores))
+            return scores
         except BaseException:
             self._restore_copy()
             raise
+
+    def _scores_on(self, traffic: list[dict[str, torch.Tensor]], known: _Scores) -> _Scores:
+        """How the second copy does on each request; on one whose score is known it is not tried again."""
+        scores = {id(request): score for request, score in known}
+        for request in traffic:
+            if id(request) not in scores:
+                scores[id(request)] = self.probe.measure(self._copy, request)
+        return [(request, scores[id(request)]) for request in traffic]
 
     def _compare(self, version: PublishedVersion, current: ProbeScore, new: ProbeScore) -> None:
         if new.accepted + _SLACK < self._min_relative_acceptance * current.accepted:
@@ -348,7 +366,7 @@ class HotReloader:
                 return
             began_s = time.perf_counter()
             _copy_tensors([(live, copied) for _, live, copied in self._tensors])
-            self._candidate = None
+            self._candidate, self._scores = None, candidate.scores
             pause_s = time.perf_counter() - began_s
             status = self._status
             status.version, status.reloads, status.waiting_for = candidate.version, status.reloads + 1, ""

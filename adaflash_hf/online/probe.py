@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,6 +48,18 @@ class ProbeScore(NamedTuple):
 
     accepted: int
     blocks: int
+
+    @classmethod
+    def total(cls, scores: Iterable[ProbeScore]) -> ProbeScore:
+        """
+        Several requests together.
+
+        Args:
+            scores (`Iterable[ProbeScore]`):
+                One of each.
+        """
+        each = list(scores)
+        return cls(sum(score.accepted for score in each), sum(score.blocks for score in each))
 
 
 class AcceptanceProbe:
@@ -155,22 +168,18 @@ class AcceptanceProbe:
             return list(self._kept)
 
     @torch.no_grad()
-    def measure(self, drafter: DFlashDrafterModel, kept: list[dict[str, torch.Tensor]]) -> ProbeScore:
+    def measure(self, drafter: DFlashDrafterModel, request: dict[str, torch.Tensor]) -> ProbeScore:
         """
-        Try weights.
+        Try weights on one request.
 
         Args:
             drafter (`DFlashDrafterModel`):
                 A drafter that nobody else uses meanwhile.
-            kept (`list[dict[str, torch.Tensor]]`):
-                From [`kept`].
+            request (`dict[str, torch.Tensor]`):
+                One of [`kept`].
         """
         if self._step is None or self._step.drafter is not drafter:
             self._step = DraftStep(drafter, self._target, _CROSS_ENTROPY)
-        accepted, blocks = 0, 0
-        for batch in kept:
-            batch = {name: tensor.to(drafter.device) for name, tensor in batch.items()}
-            judged = self._step.judge(drafter, batch)
-            accepted += int(judged.acceptance.accepted[judged.valid].sum())
-            blocks += int(judged.valid.sum())
-        return ProbeScore(accepted, blocks)
+        batch = {name: tensor.to(drafter.device) for name, tensor in request.items()}
+        judged = self._step.judge(drafter, batch)
+        return ProbeScore(int(judged.acceptance.accepted[judged.valid].sum()), int(judged.valid.sum()))

@@ -222,6 +222,26 @@ def test_without_traffic_and_verdict_a_version_waits(target, trained, traffic, t
     assert reloader.check()
 
 
+def test_the_weights_in_use_are_tried_once_on_each_request(target, trained, traffic, tmp_path, monkeypatch):
+    drafter, newest = adapted_drafter(), adapted_drafter(5)
+    publisher = Publisher(tmp_path)
+    publish(publisher, drafter)
+    publish(publisher, trained)
+    reloader = HotReloader(drafter, target, tmp_path, min_probe_blocks=1)
+    show_traffic(reloader, traffic[:2])
+    tried, measure = [], reloader.probe.measure
+    monkeypatch.setattr(reloader.probe, "measure", lambda *given: tried.append(measure(*given)) or tried[-1])
+    assert reloader.check()
+    assert len(tried) == 4
+    reloader.between_rounds()
+    show_traffic(reloader, traffic[2:3])
+    publish(publisher, newest)
+    assert not reloader.check()  # compared with the trained weights' scores, which were measured before they served
+    assert len(tried) == 4 + 1 + 3
+    accepted = sum(score.accepted for score in tried[2:5])
+    assert f"version 1 {accepted}" in reloader.status.refused[2]
+
+
 def test_a_roll_back_is_followed_even_to_worse_weights(target, trained, traffic, tmp_path):
     publisher = Publisher(tmp_path)
     publish(publisher, adapted_drafter(50))  # drafts nothing
