@@ -46,7 +46,7 @@ __all__ = ["HotReloader", "ReloadStatus"]
 
 logger = logging.getLogger(__name__)
 
-# Below this, chance decides: with 48 blocks tried, sound weights are not refused for being unlucky three times.
+# Below this, chance decides: with 36 blocks tried, sound weights are not refused for being unlucky three times.
 _SLACK = 3
 
 

@@ -73,7 +73,7 @@ class AcceptanceProbe:
             The target's layers that the drafter reads.
         draft_length (`int`):
             Drafts of a block.
-        max_requests (`int`, *optional*, defaults to 8):
+        max_requests (`int`, *optional*, defaults to 6):
             Requests kept.
         max_tokens (`int`, *optional*, defaults to 192):
             Tokens of each that are kept, the last ones.
@@ -91,7 +91,7 @@ class AcceptanceProbe:
         layer_ids: list[int],
         draft_length: int,
         *,
-        max_requests: int = 8,
+        max_requests: int = 6,
         max_tokens: int = 192,
         blocks_per_request: int = 6,
         depth: int = 3,
