@@ -146,8 +146,9 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
         self._draft_head = DraftHead(self.base_drafter, target.get_output_embeddings())
         self._first_draft_slot = 1 if self.config.block_layout == "anchor_then_masks" else 0
         self.longest_verify_length = self.config.block_size + (1 - self._first_draft_slot)
-        self.hidden_state_ids = hidden_states_to_request(self.config.target_layer_ids)
-        self.model_kwargs_overrides: dict[str, Any] = {"output_hidden_states": self.hidden_state_ids}
+        self.model_kwargs_overrides: dict[str, Any] = {
+            "output_hidden_states": hidden_states_to_request(self.config.target_layer_ids)
+        }
         self.context = DraftContext.empty(0, self.device)
         self._block_offsets = torch.arange(self.config.block_size, device=self.device)
         self._last_verify_length = 1
@@ -168,7 +169,7 @@ class AdaFlashCandidateGenerator(CandidateGenerator):
 
         Args:
             hidden_states (`tuple` of `torch.Tensor` of shape `(batch_size, >= n, target_hidden_size)`):
-                The target's `hidden_states`, as asked for by `hidden_state_ids`.
+                The target's `hidden_states`, those of the layers that the drafter reads at least.
             positions (`torch.Tensor` of shape `(batch_size, n)`): Positions of the first n rows.
             used (`torch.Tensor` of shape `(batch_size, n)`, *optional*): Rows that hold committed tokens.
         """

@@ -162,9 +162,14 @@ class AdaFlashDecoding:
         """Decodes the sequences `rows`, which share `cache`, to their end. `key` is the cache the caller knows."""
         self.length_policy.prepare(PaddedRoundBench(self.model, self.drafter, len(rows)))
         generator = self._generator(len(rows), key)
-        hidden_state_ids = True if self.outputs.wants_hidden_states else generator.hidden_state_ids
         runner = TargetRunner(
-            self.model, model_kwargs, cache, hidden_state_ids, self.outputs.wants_attentions, self.recorder
+            self.model,
+            model_kwargs,
+            cache,
+            generator.config.target_layer_ids,
+            self.outputs.wants_hidden_states,
+            self.outputs.wants_attentions,
+            self.recorder,
         )
         try:
             self._run_rounds(rows, input_ids, model_kwargs, runner, generator)

@@ -14,7 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ..errors import InvalidInputError, UnsupportedGenerationError
 from .compatibility import unwrap_model
-from .context_features import concatenate_context_features, hidden_states_to_request
+from .context_features import concatenate_context_features, forward_with_features
 from .packed_model import PackedModel
 from .packed_plan import flat_ranges
 from .target_runner import cache_argument_name
@@ -122,16 +122,15 @@ class PackedTarget(PackedModel):
         logits_counts = _logits_counts(logits_for, counts)
         _check_rows(slots, ids, counts)
         positions = flat_ranges([self.cache.length(slot) for slot in slots], counts)
-        kwargs: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True, "return_dict": True}
-        if layer_ids:
-            kwargs["output_hidden_states"] = hidden_states_to_request(layer_ids)
+        kwargs: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True}
         kept_rows = _kept_rows(counts, logits_counts) if self._keeps_logits else None
         if kept_rows is not None:
             # One row at least: not every layer, quantised ones for example, multiplies nothing.
             kwargs["logits_to_keep"] = torch.tensor(kept_rows or [0], device=self._index_device)
         with self._step(slots, counts) as step:
-            outputs = self.model(
-                input_ids=ids[None], position_ids=torch.tensor(positions, device=self.device)[None], **kwargs
+            position_ids = torch.tensor(positions, device=self.device)[None]
+            outputs = forward_with_features(
+                self.model, layer_ids, input_ids=ids[None], position_ids=position_ids, **kwargs
             )
             self._check_layers(step.num_attended)
         logits = self._select_logits(outputs.logits[0], counts, logits_counts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from .cache_rollback import (
     stop_recording,
     take_recurrent_snapshot,
 )
+from .context_features import forward_with_features
 from .grouped_attention import GroupedAttention
 from .statistics import StatisticsRecorder
 from .step_bounds import StepBounds
@@ -65,7 +66,8 @@ class TargetRunner:
         model (`PreTrainedModel`): The target.
         model_kwargs (`dict`): What `generate()` prepared for the forward pass.
         cache (`Cache`): Empty, or warm from an earlier call.
-        hidden_state_ids (`list[int]` or `bool`): Value of `output_hidden_states` for each forward.
+        layer_ids (`Sequence[int]`): Layers whose outputs each forward keeps.
+        output_hidden_states (`bool`): Whether those of all layers are asked for.
         output_attentions (`bool`): Whether attention weights are asked for.
         recorder (`StatisticsRecorder`): Counts forwards and time.
     """
@@ -75,7 +77,8 @@ class TargetRunner:
         model: PreTrainedModel,
         model_kwargs: dict[str, Any],
         cache: Cache,
-        hidden_state_ids: list[int] | bool,
+        layer_ids: Sequence[int],
+        output_hidden_states: bool,
         output_attentions: bool,
         recorder: StatisticsRecorder,
     ):
@@ -87,7 +90,8 @@ class TargetRunner:
         self._cache_name = cache_argument_name(model)
         self._prompt_kwargs = model_kwargs
         self._step_kwargs = {key: value for key, value in model_kwargs.items() if key not in PROMPT_ONLY_KWARGS}
-        self._outputs_kwargs: dict[str, Any] = {"output_hidden_states": hidden_state_ids, "return_dict": True}
+        self._layer_ids = () if output_hidden_states else layer_ids
+        self._outputs_kwargs = {"output_hidden_states": True} if output_hidden_states else {}
         if output_attentions:
             self._outputs_kwargs["output_attentions"] = True
         self._is_recurrent = has_linear_attention(cache)
@@ -124,7 +128,7 @@ class TargetRunner:
             inputs["logits_to_keep"] = kwargs.get("logits_to_keep", 0)
         self.recorder.count_target_forward()
         with self._attention.active():
-            return self.model(**inputs, **self._outputs_kwargs)
+            return forward_with_features(self.model, self._layer_ids, **inputs, **self._outputs_kwargs)
 
     def prefill(
         self, input_ids: torch.Tensor, total_slots: int, chunk_size: int | None

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import InvalidInputError
 from ..generation.acceptance import greedy_tokens
-from ..generation.context_features import concatenate_context_features, hidden_states_to_request
+from ..generation.context_features import concatenate_context_features, forward_with_features
 from ..generation.target_runner import cache_argument_name
 
 
@@ -322,12 +322,13 @@ class _RunningBatch:
     def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits `[live, V]` of the last position and, if wanted, features `[live, new, layers * hidden]`."""
         layer_ids = self.settings.capture_layer_ids
-        output = self.model(
+        output = forward_with_features(
+            self.model,
+            layer_ids,
             input_ids=input_ids,
             attention_mask=self.slot_mask[: self.live, : self.width + self.steps],
             position_ids=positions,
             use_cache=True,
-            output_hidden_states=hidden_states_to_request(layer_ids) if layer_ids else False,
             logits_to_keep=1,
             **{self._cache_name: self.cache},
         )

@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..errors import UnsupportedGenerationError
-from ..generation.context_features import concatenate_context_features, hidden_states_to_request
+from ..generation.context_features import concatenate_context_features, forward_with_features
 from ..generation.engine import AdaFlashEngine
 from ..generation.length_policies import LengthPolicy
 from .batched_decoding import DecodedResponse, DecodingSettings, likeliest_tokens
@@ -135,11 +135,9 @@ def measure_response(
         return DecodedResponse(tokens, finished)
     # The last token's own output is of no use.
     text = torch.tensor([[*prompt_ids, *response_ids][:-1]], device=target_model.device)
-    output = target_model(
-        input_ids=text,
-        output_hidden_states=hidden_states_to_request(layer_ids) if layer_ids else False,
-        use_cache=False,
-        logits_to_keep=len(response_ids) if top_k else 1,
+    logits_to_keep = len(response_ids) if top_k else 1
+    output = forward_with_features(
+        target_model, layer_ids, input_ids=text, use_cache=False, logits_to_keep=logits_to_keep
     )
     ids, log_probs, features = None, None, None
     if top_k:

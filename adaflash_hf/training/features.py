@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from ..atomic_files import written_aside
 from ..errors import InvalidInputError
-from ..generation.context_features import concatenate_context_features, hidden_states_to_request
+from ..generation.context_features import concatenate_context_features, forward_with_features
 
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ def compute_target_features(
             Whether to return the input of the LM head as well.
     """
     depth = target_model.config.get_text_config().num_hidden_layers
-    wanted = hidden_states_to_request([*layer_ids, depth - 1] if with_final else layer_ids)
-    output = target_model(input_ids=input_ids, output_hidden_states=wanted, use_cache=False, logits_to_keep=1)
+    kept = [*layer_ids, depth - 1] if with_final else layer_ids
+    output = forward_with_features(target_model, kept, input_ids=input_ids, use_cache=False, logits_to_keep=1)
     context = concatenate_context_features(output.hidden_states, layer_ids, depth)
     # transformers puts the last layer's output there after the final norm.
     return TargetFeatures(context, output.hidden_states[-1] if with_final else None)
