@@ -132,6 +132,7 @@ def bench(
         report = _bench_models(models, tokenizer, environment, asked, settings, messages, writer)
     console = Console()
     console.print(build_bench_table(report.rows, console.width))
+    _tell_skipped(report, messages)
     if writer.failure is not None:
         raise writer.failure
     for file in [*writer.files, *(_plot(report, out) if plots else [])]:
@@ -171,6 +172,22 @@ def _check_methods(methods: Sequence[str]) -> None:
 
     for name in methods:
         split_method_name(name)
+
+
+def _tell_skipped(report: BenchReport, console: Console) -> None:
+    """Why rows are missing that were asked for."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for entry in report.skipped:
+        place = f"{entry['workload']} at concurrency {entry['concurrency']}"
+        places.setdefault((entry["method"], entry["reason"]), []).append(place)
+    for (method, reason), where in places.items():
+        console.print(
+            f"Not measured: {method} on {', '.join(where)}: {reason}",
+            style="yellow",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _plot(report: BenchReport, out: Path) -> list[Path]:
@@ -255,7 +272,8 @@ def _load(
 
 def _check_models(methods: Sequence[str], target: str, drafter: str | None, extra: _Extra) -> None:
     """Before any of them is loaded."""
-    from ..evaluation.bench_methods import check_models_of_method, needs_drafter
+    from ..evaluation.bench_methods import TRANSFORMERS_MTP, check_models_of_method, needs_drafter
+    from ..evaluation.mtp import check_mtp_heads
     from ..modeling_confidence_head import ConfidenceHeadModel
     from .loading import check_checkpoint, check_target, find_drafter
 
@@ -270,6 +288,8 @@ def _check_models(methods: Sequence[str], target: str, drafter: str | None, extr
             has_osd_drafter=extra.osd_drafter is not None,
             has_assistant=extra.assistant is not None,
         )
+    if TRANSFORMERS_MTP in methods:
+        check_mtp_heads(target)
     if extra.osd_drafter is not None:
         check_checkpoint(extra.osd_drafter, "--osd-drafter")
     if extra.confidence_head is not None:

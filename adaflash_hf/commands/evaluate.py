@@ -140,13 +140,6 @@ def _servers(directory: Path, **options: Any) -> None:
     _bench(directory, **options)
 
 
-def _mtp(directory: Path, **options: Any) -> None:
-    from ..evaluation.mtp import check_mtp_heads
-
-    check_mtp_heads(options["target"])
-    _bench(directory, **options)
-
-
 def _speed(directory: Path, *, plots: bool, **options: Any) -> None:
     del plots  # drawn with the rest
     speed(**options, out=directory / RESULTS)
@@ -197,7 +190,6 @@ _MODEL_OPTIONS = (
 _KINDS: dict[str, _Command] = {
     "speed": _Command(speed, _speed),
     "bench": _Command(bench, _bench, _SERVER_OPTIONS),
-    "mtp": _Command(bench, _mtp, _SERVER_OPTIONS),
     "servers": _Command(bench, _servers, _MODEL_OPTIONS),
     "ablation": _Command(objectives, _ablation, ["from_scratch"]),
     "shift": _Command(online, _online),

@@ -350,7 +350,7 @@ def _warm_up(method: BenchMethod, prompts: list[list[int]], concurrency: int, se
             raise
         if method.name == PLAIN:
             raise
-        return f"{type(error).__name__}: {error}"
+        return str(error) if isinstance(error, AdaFlashError) else f"{type(error).__name__}: {error}"
     return None
 
 

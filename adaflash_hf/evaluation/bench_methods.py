@@ -33,6 +33,7 @@ from .peak_memory import PeakMemory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..generation.statistics import GenerationStats
     from ..modeling_confidence_head import ConfidenceHeadModel
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
@@ -42,9 +43,11 @@ __all__ = [
     "METHODS",
     "OSD",
     "REFERENCE_METHODS",
+    "TRANSFORMERS_MTP",
     "BenchMethod",
     "BenchModels",
     "EngineMethod",
+    "GenerateMethod",
     "Sampling",
     "build_method",
     "check_models_of_method",
@@ -52,13 +55,15 @@ __all__ = [
     "split_method_name",
 ]
 
+# By heads of the target's own, which not every target has.
+TRANSFORMERS_MTP = "transformers_mtp"
 DRAFTING_METHODS = ("dflash", "adaflash", "confidence", "cost_aware", "oracle")
 REFERENCE_METHODS = (
     "transformers",
     "transformers_cb",
     "prompt_lookup",
     "transformers_dflash",
-    "transformers_mtp",
+    TRANSFORMERS_MTP,
     "assistant",
 )
 # Whole blocks of another drafter, such as one that was adapted by online speculative decoding.
@@ -279,7 +284,7 @@ class GenerateMethod(BenchMethod):
     def _run(self, prompts: Sequence[list[int]], concurrency: int, max_new_tokens: int) -> MethodRun:
         answers: list[list[int]] = []
         timers: list[StepTimer] = []
-        parts = []
+        parts: list[GenerationStats | None] = []
         begin_s = time.perf_counter()
         for first in range(0, len(prompts), concurrency):
             if isinstance(self._policy, OraclePolicy):
@@ -287,18 +292,25 @@ class GenerateMethod(BenchMethod):
                     self._policy.tell(row, answer)
             timers.append(StepTimer())
             answers += self._generate(prompts[first : first + concurrency], max_new_tokens, timers[-1])
-            if self._policy is not None:
-                assert self._models.drafter is not None
-                parts.append(self._models.drafter.last_generation_stats)
+            parts.append(self._statistics(timers[-1]))
         synchronize(self._device)
+        known = [part for part in parts if part is not None]
         return MethodRun(
             token_ids=answers,
             generated_tokens=sum(map(len, answers)),
             seconds=time.perf_counter() - begin_s,
             token_latency=Latency.of([seconds for timer in timers for seconds in timer.token_latency_s]),
             first_token=Latency.of([timer.first_token_s for timer in timers if timer.first_token_s is not None]),
-            stats=merge_statistics([part for part in parts if part is not None]) if parts else None,
+            stats=merge_statistics(known) if known else None,
         )
+
+    def _statistics(self, timer: StepTimer) -> GenerationStats | None:
+        """Counters of the call of `generate()` that the timer streamed; None if nobody counts."""
+        del timer
+        if self._policy is None:
+            return None
+        assert self._models.drafter is not None
+        return self._models.drafter.last_generation_stats
 
     def _generate(self, prompts: Sequence[list[int]], max_new_tokens: int, timer: StepTimer) -> list[list[int]]:
         pad = self._models.pad_token_id
@@ -468,11 +480,14 @@ def _build_policy(base: str, parameter: str | None, models: BenchModels, via_gen
 def _build_reference(base: str, name: str, parameter: str | None, models: BenchModels) -> BenchMethod:
     if base == "transformers_cb":
         return ContinuousBatchingMethod(name, models)
+    if base == TRANSFORMERS_MTP:
+        from .mtp import MtpMethod  # it stands on a class of this module
+
+        return MtpMethod(name, models)
     kwargs: dict[str, dict[str, Any]] = {
         "transformers": {},
         "prompt_lookup": {"prompt_lookup_num_tokens": _parameter(base, parameter, int, _PROMPT_LOOKUP_TOKENS)},
         "transformers_dflash": {"assistant_model": models.drafter, "speculation_type": "dflash"},
-        "transformers_mtp": {"use_mtp": True},
         "assistant": {"assistant_model": models.assistant},
     }
     return GenerateMethod(name, models, kwargs[base], single=base != "transformers")

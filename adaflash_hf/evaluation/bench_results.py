@@ -247,7 +247,8 @@ def _mean_verify_length(stats: GenerationStats | None) -> float | None:
 
 
 def _draft_time_share(stats: GenerationStats | None, spent_s: float) -> float | None:
-    if stats is None or not spent_s or (stats.accepted_tokens and not stats.draft_s):
+    has_drafted = stats is not None and stats.drafted_tokens + stats.accepted_tokens > 0
+    if stats is None or not spent_s or (has_drafted and not stats.draft_s):
         return None
     return stats.draft_s / spent_s
 

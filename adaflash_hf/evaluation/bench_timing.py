@@ -20,10 +20,12 @@ class StepTimer(BaseStreamer):
 
     Attributes:
         first_token_s: Seconds from the start to the first token; None before it.
+        step_tokens: Tokens of each step in turn, the first token's included.
     """
 
     def __init__(self) -> None:
         self.first_token_s: float | None = None
+        self.step_tokens: list[int] = []
         self._last_s = time.perf_counter()
         self._has_prompt = False
         self._steps: list[tuple[float, int]] = []  # seconds and tokens
@@ -35,6 +37,7 @@ class StepTimer(BaseStreamer):
             self._has_prompt = True
             return
         count = value.shape[1] if value.ndim > 1 else 1
+        self.step_tokens.append(count)
         if self.first_token_s is None:
             self.first_token_s = now_s - self._last_s
         elif now_s - self._last_s < _ONE_STEP_S and self._steps:

@@ -11,7 +11,7 @@ from ..errors import InvalidInputError
 
 __all__ = ["EXPERIMENTS", "Experiment", "Kind", "find_experiment"]
 
-Kind = Literal["speed", "bench", "mtp", "servers", "ablation", "shift", "cross"]
+Kind = Literal["speed", "bench", "servers", "ablation", "shift", "cross"]
 _THREE = ["gsm8k", "humaneval", "vicuna"]
 
 
@@ -102,7 +102,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Experiment(
             "mtp",
             "Multi-token prediction by the target's own heads, through transformers' use_mtp.",
-            "mtp",
+            "bench",
             10,
             {"methods": ["plain", "transformers", "transformers_mtp"], "concurrencies": ["1"], "workloads": ["gsm8k"]},
             published=("mtp-concurrency", "dflash-concurrency"),

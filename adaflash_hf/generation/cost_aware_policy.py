@@ -426,8 +426,11 @@ class CostAwarePolicy(LengthPolicy):
         tok_per_s = outlook.tok_per_s if is_draft_better else num_active / plain_s
         expected_s = context.memo.seconds if isinstance(context.memo, _Choice) else plain_s
         if outcome.round_s is None:
-            # What else was done in it would have been done anyway: count as if it had been decoding alone.
-            round_s, committed = expected_s, num_active + sum(outcome.accepted)
+            # What else was done in it would have been done anyway: count as if it had been decoding alone. But a
+            # request's first draft reads its prompt.
+            drafted_s = costs.table.draft_seconds(len(context.longest)) if outcome.drafted else 0.0
+            round_s = expected_s + max((outcome.draft_s or 0.0) - drafted_s, 0.0)
+            committed = num_active + sum(outcome.accepted)
         else:
             # A round that another process held up would otherwise forbid trials for a long time; what the drafter had
             # to make good for is no reason to stop once it is done; and as long as no plain round was seen, one that

@@ -52,6 +52,7 @@ class _Drafts:
     noise: dict[int, torch.Tensor] = field(default_factory=dict)
     drafted: list[int] = field(default_factory=list)
     context: RoundContext | None = None
+    seconds: float | None = None
 
 
 @dataclass
@@ -235,8 +236,10 @@ class EngineRounds:
         if most_drafted < len(members):
             waiting = [self.drafter.num_pending(decoding[index].drafter_slot) for index in members]
             members = _cheapest_neighbours(members, waiting, most_drafted)
+        started_s = time.perf_counter()
         with self.recorder.phase("draft"):
             self._run_drafter(decoding, members, longest, drafts)
+        drafts.seconds = time.perf_counter() - started_s
         return drafts
 
     def _run_drafter(
@@ -420,6 +423,7 @@ class EngineRounds:
             drafted=bool(drafts.drafted),
             committed=committed,
             round_s=None if started_s is None else time.perf_counter() - started_s,
+            draft_s=drafts.seconds,
         )
         self.policy.observe_round(context, outcome)
 

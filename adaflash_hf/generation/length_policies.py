@@ -96,6 +96,8 @@ class RoundOutcome:
         round_s (`float`, *optional*):
             Seconds from the end of the round before to the end of this one. None if the round also did what others
             do not (a prefill, an admission), so that its time says nothing about drafting.
+        draft_s (`float`, *optional*):
+            Seconds of drafting and choosing lengths, where the loop takes them.
     """
 
     verify_lengths: Sequence[int]
@@ -104,6 +106,7 @@ class RoundOutcome:
     drafted: bool = True
     committed: int = 0
     round_s: float | None = None
+    draft_s: float | None = None
 
 
 class LengthPolicy(ABC):

@@ -8,13 +8,12 @@ replaced by the last one. Layers with a sliding window drop what lies before it 
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from .packed_masks import BandMasks
+from .row_memory import RowMemory
 from .visibility import Visibility
 
 
@@ -32,62 +31,48 @@ def grown_rows(num_rows: int) -> int:
 class LayerBuffer:
     """Keys and values of one layer in one arena.
 
+    Zeros at first, because masked keys are multiplied by zero, which not-a-number would survive.
+
+    Args:
+        num_rows (`int`): Slots that there is room for.
+        room (`int`): Tokens of each.
+        keys, values (`torch.Tensor`): States of the kind to be stored, whose last two dimensions count.
+
     Attributes:
         keys, values (`torch.Tensor` of shape `(num_rows, room, num_heads, head_dim)`): One row per slot.
         flat_keys, flat_values (`torch.Tensor` of shape `(num_rows * room, num_heads * head_dim)`): The same memory.
     """
 
-    __slots__ = ("flat_keys", "flat_values", "keys", "values")
+    __slots__ = ("_memories", "flat_keys", "flat_values", "keys", "values")
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor):
-        self.keys, self.values = keys, values
-        self.flat_keys, self.flat_values = keys.flatten(0, 1).flatten(1), values.flatten(0, 1).flatten(1)
+    def __init__(self, num_rows: int, room: int, keys: torch.Tensor, values: torch.Tensor):
+        self._memories = [RowMemory(num_rows, (room, *states.shape[-2:]), states) for states in (keys, values)]
+        self._take_views()
 
-    @classmethod
-    def zeros(cls, num_rows: int, room: int, keys: torch.Tensor, values: torch.Tensor) -> LayerBuffer:
-        """An empty buffer for states of the kind of `keys` and `values`, whose last two dimensions count.
+    def _take_views(self) -> None:
+        self.keys, self.values = (memory.rows for memory in self._memories)
+        self.flat_keys, self.flat_values = self.keys.flatten(0, 1).flatten(1), self.values.flatten(0, 1).flatten(1)
 
-        Zeros, because masked keys are multiplied by zero, which not-a-number would survive.
-        """
-        with torch.inference_mode(False):  # buffers made under inference mode could not be written outside of it
-            return cls(*(_zeros((num_rows, room, *states.shape[-2:]), states) for states in (keys, values)))
-
-    def resized(self, num_rows: int) -> LayerBuffer:
-        """A copy with more or fewer rows."""
-        with torch.inference_mode(False):  # as in `zeros`
-            return LayerBuffer(_with_rows(self.keys, num_rows), _with_rows(self.values, num_rows))
+    def resize(self, num_rows: int) -> None:
+        """Makes room for more or fewer slots; those that are given up must have been cleared."""
+        for memory in self._memories:
+            memory.resize(num_rows)
+        self._take_views()
 
     def copy_row(self, row: int, begin: int, end: int, source: LayerBuffer, source_row: int) -> None:
         """Takes tokens `begin` to `end` of another row, to the start of `row`."""
         self.keys[row, : end - begin] = source.keys[source_row, begin:end]
         self.values[row, : end - begin] = source.values[source_row, begin:end]
 
-    def clear_row(self, row: int) -> None:
-        """Sets a row to zero."""
-        self.keys[row].zero_()
-        self.values[row].zero_()
+    def clear(self, row: int, begin: int, end: int) -> None:
+        """Sets some tokens of a row to zero."""
+        self.keys[row, begin:end].zero_()
+        self.values[row, begin:end].zero_()
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of both tensors."""
         return self.keys.nbytes + self.values.nbytes
-
-
-def _zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Zeros of a tensor's kind. On a CPU the system hands out their memory when it is first written: room that no
-    request comes to use costs nothing."""
-    size = math.prod(shape) * like.dtype.itemsize
-    if like.device.type != "cpu" or size < mmap.PAGESIZE or not hasattr(mmap, "MAP_PRIVATE"):
-        return like.new_zeros(shape)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=like.dtype).view(shape)
-
-
-def _with_rows(states: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """A copy of the first rows, with rows of zeros behind them if there are not as many."""
-    copy, kept = _zeros((num_rows, *states.shape[1:]), states), min(num_rows, states.shape[0])
-    copy[:kept].copy_(states[:kept])
-    return copy
 
 
 class Arena:
@@ -103,7 +88,7 @@ class Arena:
         """The buffer of a layer, made when its first states arrive."""
         buffer = self.layers.get(layer)
         if buffer is None:
-            buffer = self.layers[layer] = LayerBuffer.zeros(self.num_rows, self.room, keys, values)
+            buffer = self.layers[layer] = LayerBuffer(self.num_rows, self.room, keys, values)
         return buffer
 
     def append(self, slot: int) -> int:
@@ -113,12 +98,14 @@ class Arena:
         self.slots.append(slot)
         return len(self.slots) - 1
 
-    def remove(self, row: int, used_of_last: int) -> int | None:
+    def remove(self, row: int, written: int, used_of_last: int, written_of_last: int) -> int | None:
         """Takes a row out; the last row moves into its place.
 
         Args:
             row (`int`): Row to free.
+            written (`int`): Tokens of it that may not be zero.
             used_of_last (`int`): Tokens that the last row holds.
+            written_of_last (`int`): Tokens of the last row that may not be zero.
 
         Returns:
             `int`, *optional*: The slot that moved to `row`.
@@ -128,7 +115,8 @@ class Arena:
         for buffer in self.layers.values():
             if row != last:
                 buffer.copy_row(row, 0, used_of_last, buffer, last)
-            buffer.clear_row(last)
+                buffer.clear(row, used_of_last, written)
+            buffer.clear(last, 0, written if row == last else written_of_last)
         if row != last:
             self.slots[row] = moved
         if self.slots and len(self.slots) * ROW_GROWTH * ROW_GROWTH < self.num_rows:
@@ -137,8 +125,8 @@ class Arena:
 
     def _resize(self, num_rows: int) -> None:
         # One layer at a time, so that never more than one layer is there twice.
-        for layer in self.layers:
-            self.layers[layer] = self.layers[layer].resized(num_rows)
+        for buffer in self.layers.values():
+            buffer.resize(num_rows)
         self.num_rows = num_rows
 
     @property
@@ -148,12 +136,14 @@ class Arena:
 
 
 class Place:
-    """Where a slot lies: its arena, its row there, and the position of the first token that the row holds."""
+    """Where a slot lies: its arena, its row there, the position of the first token that the row holds, and how many
+    tokens of the row were ever written."""
 
-    __slots__ = ("arena", "row", "start")
+    __slots__ = ("arena", "row", "start", "written")
 
     def __init__(self, arena: Arena, row: int, start: int):
         self.arena, self.row, self.start = arena, row, start
+        self.written = 0
 
 
 class LayerGroup:
@@ -239,6 +229,11 @@ class LayerGroup:
         Returns:
             `Place`: Where the slot lies now.
         """
+        place = self._reserve(slot, new_rows, lengths)
+        place.written = max(place.written, lengths[slot] + new_rows - place.start)
+        return place
+
+    def _reserve(self, slot: int, new_rows: int, lengths: dict[int, int]) -> Place:
         place, length = self.places[slot], lengths[slot]
         end, room, widest = length + new_rows, place.arena.room, self.widest_room
         if widest is None or room <= widest:
@@ -266,9 +261,10 @@ class LayerGroup:
         arena = place.arena
         last = arena.slots[-1]
         last_place = self.places.get(last, place)
-        moved = arena.remove(place.row, lengths[last] - last_place.start)
+        used_of_last = lengths[last] - last_place.start
+        moved = arena.remove(place.row, place.written, used_of_last, last_place.written)
         if moved is not None:
-            self.places[moved].row = place.row
+            last_place.row, last_place.written = place.row, used_of_last
         if not arena.slots:
             del self.arenas[arena.room]
 

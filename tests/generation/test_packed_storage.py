@@ -88,15 +88,35 @@ def test_last_slot_fills_the_gap() -> None:
     assert filled.group.arenas[4].slots == [0, 3, 2]
 
 
-def test_what_a_slot_leaves_is_cleared() -> None:
+@pytest.mark.parametrize("closed", [0, 1, 2])
+@pytest.mark.parametrize("taken_back", [0, 2])
+def test_what_a_slot_leaves_is_cleared(closed: int, taken_back: int) -> None:
     """Masked keys are multiplied by zero, which not-a-number of an earlier request would survive."""
     filled = Filled()
-    for slot in range(3):
+    for slot, rows in enumerate((4, 3, 2)):
+        filled.open(slot)
+        filled.write(slot, rows)
+    row = filled.group.places[closed].row
+    for buffer in filled.group.arenas[4].layers.values():
+        buffer.keys[row, : filled.lengths[closed]] = float("nan")
+        buffer.values[row, : filled.lengths[closed]] = float("nan")
+    filled.lengths[closed] -= taken_back  # rejected drafts stay where they are
+    filled.close(closed)
+    filled.check()
+    for buffer in filled.group.arenas[4].layers.values():
+        assert not buffer.keys.isnan().any()
+        assert not buffer.values.isnan().any()
+
+
+def test_what_a_slot_leaves_as_it_grows_is_cleared() -> None:
+    filled = Filled()
+    for slot in range(2):
         filled.open(slot)
         filled.write(slot, 3)
-    filled.group.arenas[4].layers[0].values[2] = float("nan")
-    filled.close(2)
-    assert not filled.group.arenas[4].layers[0].values.isnan().any()
+    arena = filled.group.arenas[4]
+    filled.write(1, 3)
+    filled.check()
+    assert all(not buffer.keys[1].any() and not buffer.values[1].any() for buffer in arena.layers.values())
 
 
 def test_rows_grow_and_shrink() -> None:
