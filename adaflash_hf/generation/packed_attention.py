@@ -172,6 +172,9 @@ def packed_attention_forward(
     step.num_attended += 1
     layer: Any = module.layer_idx
     plan = step.plan(layer)
+    if layer not in step.cache.checked_layers:
+        _check_states(module, plan.calls[0].arena.layers[layer], key, value)
+        step.cache.checked_layers.add(layer)
     rows = query[0].transpose(0, 1)  # (num_rows, num_heads, head_dim)
     if s_aux is None and can_use_flash(rows, value):
         output = flash_attention(plan, layer, rows, scaling, softcap)
@@ -202,6 +205,17 @@ def _original_attention(module: nn.Module) -> Any:
     name = _original_name(module.config)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+
+
+def _check_states(module: nn.Module, buffer: LayerBuffer, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Refuses latent attention, such as DeepSeek-V3's: it attends to something else than what it caches."""
+    cached, attended = (buffer.keys.shape[-1], buffer.values.shape[-1]), (key.shape[-1], value.shape[-1])
+    if cached != attended:
+        raise UnsupportedGenerationError(
+            f"{type(module).__name__} caches states of sizes {cached} and attends to keys and values of sizes "
+            f"{attended}; packed batches serve models that attend to what they cache. Use `generate()` with this "
+            "target."
+        )
 
 
 def _check_rule(mask_function: Any, visibility: Visibility, device: torch.device) -> None:

@@ -71,6 +71,7 @@ class PackedCache(Cache):
         ]
         self.step: PackedStep | None = None
         self.checked_groups: set[int] = set()  # whose rule was compared with the model's
+        self.checked_layers: set[int] = set()  # that attend to what they cache
         self._estimate = layer_bytes_per_token
         self._lengths: dict[int, int] = {}
         self._next_slot = 0

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_target
+from tiny_models import COMMON_FIELDS, tiny_target
 from torch import nn
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from adaflash_hf.errors import UnsupportedGenerationError
 from adaflash_hf.generation.packed_attention import ATTENTION_NAME, AttentionSwitch, packed_attention_forward
@@ -142,3 +143,13 @@ def test_a_mask_of_the_models_own_is_refused() -> None:
         cache.update(states, states, 0)
         with pytest.raises(UnsupportedGenerationError, match="passes a mask"):
             packed_attention_forward(Layer(), states, states, states, torch.zeros(1, 1, 3, 3))
+
+
+def test_attention_to_other_states_than_those_in_the_cache_is_refused() -> None:
+    """DeepSeek-V3 caches latents and makes keys and values of them in every forward pass."""
+    fields = {name: size for name, size in COMMON_FIELDS.items() if name != "head_dim"}
+    latents = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+    config = DeepseekV3Config(**fields, **latents, first_k_dense_replace=fields["num_hidden_layers"])
+    packed = PackedTarget(AutoModelForCausalLM.from_config(config).eval())
+    with pytest.raises(UnsupportedGenerationError, match=r"sizes \(8, 4\) .* sizes \(12, 6\);.*Use `generate"):
+        packed.forward([packed.allocate()], [[5, 6, 7]])
