@@ -17,7 +17,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..embedded_target import default_dtype
-from ..errors import AdaFlashError, InvalidInputError
+from ..errors import AdaFlashError, InvalidInputError, UnsupportedGenerationError
 from ..generation.prepacking import has_prepacked_layers
 from ..training.prompts import encode_prompts
 from .bench_methods import REFERENCE_METHODS, BenchMethod, BenchModels, EngineMethod, Sampling, build_method
@@ -349,6 +349,8 @@ def _warm_up(method: BenchMethod, prompts: list[list[int]], concurrency: int, se
         if method.name.partition(":")[0] not in REFERENCE_METHODS and not isinstance(error, AdaFlashError):
             raise
         if method.name == PLAIN:
+            if isinstance(error, UnsupportedGenerationError) and isinstance(method, EngineMethod):
+                raise UnsupportedGenerationError(f"{error} For a benchmark of it pass --via generate.") from error
             raise
         return str(error) if isinstance(error, AdaFlashError) else f"{type(error).__name__}: {error}"
     return None

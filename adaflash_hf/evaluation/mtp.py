@@ -110,9 +110,10 @@ def _load_heads(target: PreTrainedModel) -> Any:
         with without_progress_bars():
             heads = MtpModel.from_pretrained(target, device_map={"": device}).eval()
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason, *_ = first_line(error).split(": [")  # without the names of all weights
         raise InvalidInputError(
             f"`--target` is {target.name_or_path!r}, whose heads for multi-token prediction transformers "
-            f"{transformers.__version__} cannot load ({first_line(error)}). {_NEXT_STEP}"
+            f"{transformers.__version__} cannot load ({reason}). {_NEXT_STEP}"
         ) from error
     if has_prepacked_layers(target):
         # As drafters are. Not all of it: it shares the target's embedding and head, which may not be rounded.

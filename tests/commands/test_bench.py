@@ -12,9 +12,9 @@ from adaflash_hf import embedded_target
 from adaflash_hf.cli import main
 from adaflash_hf.commands import bench as bench_command
 from adaflash_hf.commands import loading
-from adaflash_hf.errors import InvalidInputError
+from adaflash_hf.errors import InvalidInputError, UnsupportedGenerationError
 from adaflash_hf.evaluation import bench as measuring
-from adaflash_hf.evaluation.bench_methods import BenchModels
+from adaflash_hf.evaluation.bench_methods import BenchModels, EngineMethod
 
 
 LOAD = bench_command._load
@@ -92,6 +92,7 @@ def test_errors_name_options(tmp_path, capsys, arguments, message):
         (["--method", "adaflash"], "`method` is 'adaflash', but the drafter has no length head"),
         (["--method", "osd"], "pass --osd-drafter"),
         (["--method", "assistant"], "pass --assistant"),
+        (["--method", "transformers_mtp"], "leave transformers_mtp out"),
         (["--method", "dflash:x"], "'x' is not a number"),
         (["--drafter", "no/such/drafter"], "`--drafter` is 'no/such/drafter' and cannot be loaded"),
         (["--osd-drafter", "no/such/drafter"], "`--osd-drafter` is 'no/such/drafter' and cannot be loaded"),
@@ -107,6 +108,16 @@ def test_what_a_method_lacks_is_told_before_models_are_loaded(tmp_path, capsys, 
     common = ["--concurrency", 1, "--drafter", tmp_path / "drafter"]
     assert run(tmp_path / "bench", *common, *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_target_that_the_engine_refuses(tmp_path, capsys, monkeypatch):
+    def refuse(*args):
+        raise UnsupportedGenerationError("Use `generate()` with this target.")
+
+    monkeypatch.setattr(EngineMethod, "prepare", refuse)
+    assert run(tmp_path / "bench", "--concurrency", 1) == 2
+    assert "with this target. For a benchmark of it pass --via generate." in capsys.readouterr().err
+    assert run(tmp_path / "bench", "--concurrency", 1, "--via", "generate") == 0
 
 
 def test_a_draft_proposal_has_no_effect_on_greedy_decoding(tmp_path, capsys):

@@ -49,6 +49,13 @@ def test_counters_of_all_repeats() -> None:
     assert row.draft_time_share == pytest.approx(0.75 / 3)
 
 
+def test_drafts_that_nobody_timed_have_no_share_of_the_time() -> None:
+    rejected = GenerationStats(rounds=5, drafted_tokens=5, committed_tokens=5)
+    assert summarise("m", "w", 1, [run(1.0, stats=rejected)], 1).draft_time_share is None
+    undrafted = GenerationStats(rounds=5, committed_tokens=5)
+    assert summarise("m", "w", 1, [run(1.0, stats=undrafted)], 1).draft_time_share == 0
+
+
 def test_latency() -> None:
     latency = Latency.of([0.1] * 50 + [0.2] * 49 + [9.0])
     assert latency is not None and latency.p50 == pytest.approx(0.15) and latency.p95 == pytest.approx(0.2)

@@ -28,4 +28,5 @@ def test_step_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     put(1.4001, torch.zeros(2))  # accepted in the same round
     timer.end()
     assert timer.first_token_s == pytest.approx(0.5)
+    assert timer.step_tokens == [1, 1, 3, 1, 1]
     assert timer.token_latency_s == pytest.approx([0.2, 0.1, 0.1, 0.1, 0.2, 0.2])
