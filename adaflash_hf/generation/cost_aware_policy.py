@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ _REMEMBERED_BLOCKS = 256
 # all of those.
 _OUTLOOK_SAMPLES, _OUTLOOK_BLOCKS = 8, 128
 # Fewer blocks than this say nothing yet; they are drafted whatever it costs, once, for a few requests at a time.
-_LEAST_BLOCKS = 16
+_LEAST_BLOCKS = 8
 # What drafting must promise beyond plain decoding before it is taken to be better: so much where all is known well,
 # and more while that rests on few blocks or few drafted rounds whose time was taken. A block's tokens vary by half
 # their mean or so; chance that looked like a gain would be paid for by all requests. Until then rounds with drafts are
@@ -51,9 +52,11 @@ _KEPT_ROUNDS = 8
 _KEPT_SHARE = 8
 # Trials in a row that found what was expected halve the time that trials may cost, so many times at most.
 _MOST_HALVINGS = 2
+# Beside prompts nobody sees what drafts cost, so that trials there say less: share of the time that they may cost.
+_UNSEEN_SHARE = 0.5
 # A trial that lost less than this share of its time may have had bad luck.
 _CLEAR_LOSS = 0.1
-# Share of a plain round that its tokens cost the drafter when it reads them later; it had read some.
+# Share of a plain round, of many requests, that its tokens cost the drafter when it reads them later.
 _CATCHING_UP = 0.02
 # Times what was expected, beyond which a round is not long for what was done in it.
 _LONGEST_ROUND = 2.0
@@ -243,6 +246,14 @@ class CostAwarePolicy(LengthPolicy):
         if outlook is None:
             return min(num_active, _TRIAL_REQUESTS)
         return num_active if self._pays(outlook, num_active) else self._trial(outlook, num_active).num_drafted
+
+    def most_read(self, num_active: int) -> float:
+        outlook = self._outlook(num_active)
+        if outlook is None or num_active <= _TRIAL_REQUESTS or not self._pays(outlook, num_active):
+            return math.inf  # few, or a trial
+        gained_s = self._plain_seconds(num_active) / num_active - 1 / outlook.tok_per_s
+        most = self._known_costs.table.requests[-1]
+        return gained_s / (_CATCHING_UP * self._plain_seconds(most) / most)
 
     def longest_wanted(self, num_active: int) -> int | None:
         outlook = self._outlook(num_active)
@@ -447,7 +458,10 @@ class CostAwarePolicy(LengthPolicy):
             is_clear = lost_s > _CLEAR_LOSS * round_s
             self._confirmations[key] = self._confirmations.get(key, 0) + 1 if is_clear else 0
         halvings = min(self._confirmations.get(key, 0), _MOST_HALVINGS)
-        self._budget_s += self.exploration_share * round_s / 2**halvings - lost_s
+        share = self.exploration_share / 2**halvings
+        if outcome.round_s is None:
+            share *= _UNSEEN_SHARE
+        self._budget_s += share * round_s - lost_s
 
     def _is_catching_up(self, context: RoundContext, outcome: RoundOutcome) -> bool:
         """Whether the drafter had what many requests said in several rounds to read, which costs more than drafting in

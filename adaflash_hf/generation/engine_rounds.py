@@ -228,7 +228,9 @@ class EngineRounds:
             return drafts
         longest = [min(self.longest_verify_length, request.remaining) for request in decoding]
         complete = [context.is_complete(request) for request in decoding]
-        members = [index for index, bound in enumerate(longest) if bound > 1 and complete[index]]
+        members = self._worth_reading(
+            decoding, [index for index, bound in enumerate(longest) if bound > 1 and complete[index]]
+        )
         if not members:
             return drafts
         assert self.drafter is not None
@@ -241,6 +243,17 @@ class EngineRounds:
             self._run_drafter(decoding, members, longest, drafts)
         drafts.seconds = time.perf_counter() - started_s
         return drafts
+
+    def _worth_reading(self, decoding: list[GenerationRequest], members: list[int]) -> list[int]:
+        """Those that may say enough more tokens for what the drafter has not read of them; none if those are few."""
+        assert self.drafter is not None and self.policy is not None
+        most = self.policy.most_read(self._num_running)
+        worth = [
+            index
+            for index in members
+            if self.drafter.num_pending(decoding[index].drafter_slot) <= most * decoding[index].remaining
+        ]
+        return worth if 2 * len(worth) > len(members) else []
 
     def _run_drafter(
         self, decoding: list[GenerationRequest], members: list[int], longest: list[int], drafts: _Drafts
@@ -352,12 +365,12 @@ class EngineRounds:
         started_s: float | None,
     ) -> RoundReport:
         report = RoundReport(num_decoding=len(drafts.lengths))
-        features = [None] * len(rows) if outputs.features is None else outputs.features_by_slot()
         device = outputs.logits.device
         accepted: list[int] = []
         ended: list[bool] = []
         committed = 0
-        for part, new_features in zip(rows, features, strict=True):
+        first_row = 0
+        for part in rows:
             verdict = verdicts.get(part.request.arrival)
             is_verified = part.request.state is RequestState.DECODING
             if not is_verified:
@@ -372,7 +385,8 @@ class EngineRounds:
                 self.recorder.count_round(part.count, accepted[-1], count)
                 committed += count
             if not is_over:
-                self._advance(part, count if is_verified else part.count, new_features)
+                self._advance(part, count if is_verified else part.count, outputs.features, first_row)
+            first_row += part.count
         self._tell_policy(drafts, accepted, ended, committed, started_s)
         return report
 
@@ -397,13 +411,13 @@ class EngineRounds:
             request.end = "length" if is_cut else "stop"
         return count, is_over
 
-    def _advance(self, part: _Rows, kept: int, features: torch.Tensor | None) -> None:
-        """Rolls back what was rejected, and hands what was kept to the drafter."""
+    def _advance(self, part: _Rows, kept: int, features: torch.Tensor | None, first_row: int) -> None:
+        """Rolls back what was rejected, and hands what was kept to the drafter: rows of all features of the round."""
         request = part.request
         if kept < part.count:
             self.target.truncate(request.target_slot, part.length_before + kept)
         if self.drafter is not None and features is not None and part.is_followed:
-            self.drafter.extend(request.drafter_slot, features if kept == part.count else features[:kept])
+            self.drafter.extend(request.drafter_slot, features, first_row, first_row + kept)
         if request.state is RequestState.PREFILLING and request.prefilled >= request.prefill_target:
             request.state = RequestState.DECODING
             if request.drafter_version is None:

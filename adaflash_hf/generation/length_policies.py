@@ -5,6 +5,7 @@ Further policies: `confidence_policy.py`, `cost_aware_policy.py`, and `oracle_po
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -200,6 +201,16 @@ class LengthPolicy(ABC):
             num_active (`int`): As in [`RoundContext`].
         """
         return num_active
+
+    def most_read(self, num_active: int) -> float:
+        """
+        How many tokens of a request the drafter may have to read before it drafts, for each token that the request may
+        still say, in an engine; any number by default.
+
+        Args:
+            num_active (`int`): As in [`RoundContext`].
+        """
+        return math.inf
 
     def longest_wanted(self, num_active: int) -> int | None:
         """

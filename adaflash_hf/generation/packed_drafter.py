@@ -25,7 +25,7 @@ __all__ = ["PackedDrafter", "PackedDrafts"]
 MOST_PENDING_TOKENS = 512
 # The same where memory is limited, and features would take the place of requests.
 FEW_PENDING_TOKENS = 128
-# Features come as views of what a round gave to all requests, which lives as long as one of them. After so many rounds
+# Features are rows of what a round gave to all requests, which lives as long as one of them does. After so many rounds
 # a request's own are put together.
 _MOST_VIEWS = 32
 # Features of all requests that a forward pass takes in at most, beside those of one request.
@@ -47,31 +47,35 @@ class PackedDrafts:
     logits: torch.Tensor | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pending:
     """
     Features that a slot was given and no keys and values were made of.
 
     Attributes:
-        pieces (`list[torch.Tensor]`): In order.
-        num_tokens (`int`): Tokens of all pieces.
-        num_views (`int`): Pieces at the end that are views of more.
-        num_bytes (`int`): Bytes of all pieces.
+        own (`list[torch.Tensor]`): The first, of this slot alone.
+        shared (`list[tuple]`): The others, in order: what a round gave to all slots, and which rows of it.
+        num_tokens (`int`): Tokens of all.
     """
 
-    pieces: list[torch.Tensor] = field(default_factory=list)
+    own: list[torch.Tensor] = field(default_factory=list)
+    shared: list[tuple[torch.Tensor, int, int]] = field(default_factory=list)
     num_tokens: int = 0
-    num_views: int = 0
-    num_bytes: int = 0
 
-    def add(self, features: torch.Tensor) -> None:
-        self.pieces.append(features)
-        self.num_tokens += features.shape[0]
-        self.num_bytes += features.nbytes
-        self.num_views += 1
-        if self.num_views == _MOST_VIEWS:
-            self.pieces[-_MOST_VIEWS:] = [torch.cat(self.pieces[-_MOST_VIEWS:])]
-            self.num_views = 0
+    def add(self, features: torch.Tensor, begin: int, end: int) -> None:
+        # No view is made of rows that may never be read: with a hundred requests that is a millisecond a round.
+        self.shared.append((features, begin, end))
+        self.num_tokens += end - begin
+        if len(self.shared) == _MOST_VIEWS:
+            self.own.append(torch.cat(self._views()))
+            self.shared.clear()
+
+    def pieces(self) -> list[torch.Tensor]:
+        """All of them, in order."""
+        return self.own + self._views()
+
+    def _views(self) -> list[torch.Tensor]:
+        return [features[begin:end] for features, begin, end in self.shared]
 
 
 class PackedDrafter(PackedModel):
@@ -101,6 +105,7 @@ class PackedDrafter(PackedModel):
         self._embedder = BlockEmbedder(self.base_drafter, target.get_input_embeddings())
         self._head = DraftHead(self.base_drafter, target.get_output_embeddings())
         self._pending: dict[int, _Pending] = {}
+        self._feature_bytes = self.config.context_feature_size * target.dtype.itemsize
 
     def allocate(self, expected_tokens: int = 0) -> int:
         """Opens a slot for a request. Slots are the drafter's own, not the target's."""
@@ -124,20 +129,26 @@ class PackedDrafter(PackedModel):
     @property
     def memory_bytes(self) -> int:
         """Bytes of the context's buffers and of features not drafted from yet."""
-        return super().memory_bytes + sum(pending.num_bytes for pending in self._pending.values())
+        pending = sum(pending.num_tokens for pending in self._pending.values())
+        return super().memory_bytes + pending * self._feature_bytes
 
-    def extend(self, slot: int, features: torch.Tensor) -> None:
+    def extend(self, slot: int, features: torch.Tensor, begin: int = 0, end: int | None = None) -> None:
         """Adds the target's features of newly committed tokens, in order and without gaps.
 
         Args:
             slot (`int`): Whose.
             features (`torch.Tensor` of shape `(n, num_features * target_hidden_size)`): From [`PackedOutputs`].
+            begin (`int`): First row that is the slot's.
+            end (`int`, *optional*): Row after the last.
         """
+        end = features.shape[0] if end is None else end
         if slot not in self._pending:
             raise InvalidInputError(f"`slot` is {slot}, which is not open; open are {sorted(self._pending)}.")
-        if features.shape[0] == 0:
+        if begin == end:
             return
-        self._pending[slot].add(features if features.device == self.device else features.to(device=self.device))
+        if features.device != self.device:
+            features, begin, end = features[begin:end].to(device=self.device), 0, end - begin
+        self._pending[slot].add(features, begin, end)
         if self.num_pending(slot) >= self.most_pending_tokens:
             self._absorb([slot])
 
@@ -201,7 +212,7 @@ class PackedDrafter(PackedModel):
         # All contexts come first, then all blocks.
         anchors_at = [first + count for first, count in zip(cached, new, strict=True)]
         positions = flat_ranges(cached, new) + flat_ranges(anchors_at, [num_rows] * len(slots))
-        pieces = [piece for slot in slots for piece in self._pending[slot].pieces]
+        pieces = [piece for slot in slots for piece in self._pending[slot].pieces()]
         context = torch.cat(pieces)[None] if pieces else None
         blocks = self._embedder.blocks(anchors, num_rows)  # (n, num_rows, hidden_size)
         with self._step(slots, [num_rows] * len(slots), new, keep=False):

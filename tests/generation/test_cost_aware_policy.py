@@ -121,8 +121,8 @@ def test_an_unknown_drafter_is_tried_on_a_few_requests() -> None:
     policy, run = on_measured_machine(64)
     assert policy.wants_draft(64) and policy.keeps_context(64)
     assert [policy.most_drafted(count) for count in (1, 3, 64)] == [1, 3, 4]
-    run.run(policy, 4)
-    assert run.drafted == [True] * 4  # sixteen blocks say enough
+    run.run(policy, 2)
+    assert run.drafted == [True] * 2  # eight blocks say enough
     assert not policy.wants_draft(64) and policy.keeps_context(64)
 
 

@@ -22,7 +22,7 @@ from tiny_models import tiny_drafter
 
 from adaflash_hf import AdaFlashEngine, RequestHandle
 from adaflash_hf.generation.engine_requests import GenerationRequest, RequestState
-from adaflash_hf.generation.length_policies import LengthPolicy
+from adaflash_hf.generation.length_policies import FixedLengthPolicy, LengthPolicy
 from adaflash_hf.generation.prepacking import restore_linear_layers
 
 
@@ -212,7 +212,7 @@ def test_nobody_catches_up_for_a_trial() -> None:
     engine.step()
     rounds = engine._rounds
     assert rounds.drafter is not None
-    rounds.drafter.extend = lambda slot, features: None  # type: ignore[method-assign]
+    rounds.drafter.extend = lambda *given: None  # type: ignore[method-assign]
     for _ in range(4):
         engine.step()
     del rounds.drafter.extend
@@ -224,6 +224,33 @@ def test_nobody_catches_up_for_a_trial() -> None:
     policy.trial_requests = None
     engine.step()
     assert [lag(engine, index) for index in range(3)] == [0, 0, 0]
+
+
+class Reading(FixedLengthPolicy):
+    """Lets the drafter read three tokens for each that a request may still say."""
+
+    def most_read(self, num_active: int) -> float:
+        return 3.0
+
+
+@pytest.mark.parametrize(
+    ("new_tokens", "is_drafted"),
+    [([4], False), ([16], True), ([4, 4, 16], False), ([4, 16, 16], True)],
+)
+def test_nothing_is_read_for_requests_that_are_about_to_end(new_tokens: list[int], is_drafted: bool) -> None:
+    """Prompts have 25 to 37 tokens; and for a few of many the drafter does not run."""
+    engine = AdaFlashEngine(engine_target(), engine_oracle(), length_policy=Reading(), max_concurrency=4)
+    handles = [
+        engine.submit(prompt_ids(6 + number), max_new_tokens=count, do_sample=False)
+        for number, count in enumerate(new_tokens)
+    ]
+    engine.step()  # reads the prompts
+    engine.step()
+    assert (engine.statistics().drafted_tokens > 0) is is_drafted
+    while engine.has_requests:
+        engine.step()
+    for number, (handle, count) in enumerate(zip(handles, new_tokens, strict=True)):
+        assert tuple(handle.token_ids) == plain_answer("llama", 6 + number)[:count]
 
 
 def test_the_policy_is_told_of_another_drafter() -> None:

@@ -193,12 +193,13 @@ def test_many_short_contexts_are_taken_in_together(monkeypatch: pytest.MonkeyPat
 
 
 def test_features_of_others_are_not_held() -> None:
-    """Pieces are views of what a round gave to all requests."""
+    """Pieces at the end are views of what a round gave to all requests."""
     packed = PackedDrafter(tiny_drafter(shared_target()), shared_target())
     slot = packed.allocate()
     for number in range(100):
-        packed.extend(slot, features(50, number)[number % 50 : number % 50 + 1])
-    pieces = packed._pending[slot].pieces
+        packed.extend(slot, features(50, number), number % 50, number % 50 + 1)
+    pieces = packed._pending[slot].pieces()
+    assert torch.equal(torch.cat(pieces), torch.stack([features(50, number)[number % 50] for number in range(100)]))
     assert packed.num_pending(slot) == 100
     assert sum(piece.untyped_storage().nbytes() > piece.nbytes for piece in pieces) == 100 % 32
 
