@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers.utils import output_capturing
 
+from ..errors import UnsupportedGenerationError
 from .compatibility import unwrap_model
 
 
@@ -61,6 +62,9 @@ def forward_with_features(model: Any, layer_ids: Sequence[int], **inputs: Any) -
 
     Returns:
         `ModelOutput`: The model's output; its `hidden_states` are for [`concatenate_context_features`].
+
+    Raises:
+        UnsupportedGenerationError: If the model does not run all of its layers.
     """
     if not layer_ids:
         return model(return_dict=True, **inputs)
@@ -74,11 +78,19 @@ def forward_with_features(model: Any, layer_ids: Sequence[int], **inputs: Any) -
         outputs = model(return_dict=True, **inputs)
     finally:
         _RECORDING.outputs = before
+    if missing := [i for i in layer_ids if recorded[layers[i]] is None]:
+        del _LAYERS[unwrap_model(model)]  # found anew next time
+        raise UnsupportedGenerationError(
+            f"The target ran without its layers {missing}, whose outputs the drafter reads. If layers were exchanged "
+            "just now, call again; a target that skips layers cannot be drafted for."
+        )
     outputs.hidden_states = tuple(recorded.get(layer) for layer in layers)
     return outputs
 
 
 def _record(layer: nn.Module, args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        return  # compiled after it was hooked; nothing is recorded of such a model
     recorded = _RECORDING.outputs
     if recorded is not None and layer in recorded:
         recorded[layer] = output[0] if isinstance(output, tuple) else output
@@ -138,11 +150,13 @@ def concatenate_context_features(
         layer_ids (`Sequence[int]`): Zero-based layers.
         num_layers (`int`): Depth of the target.
         rows (`int`, *optional*): Keep only the first rows.
-        device (`torch.device`, *optional*): Where to put them.
+        device (`torch.device`, *optional*): Where to put them; by default where the first of the layers is.
 
     Returns:
         `torch.Tensor` of shape `(batch_size, rows, len(layer_ids) * target_hidden_size)`.
     """
     # The length tells both conventions apart, and also models that ignore the list and return everything.
     first_layer = len(hidden_states) - num_layers
-    return torch.cat([hidden_states[first_layer + i][:, :rows].to(device) for i in layer_ids], dim=-1)
+    states = [hidden_states[first_layer + i][:, :rows] for i in layer_ids]
+    # Layers may sit on different devices.
+    return torch.cat([each.to(device or states[0].device) for each in states], dim=-1)

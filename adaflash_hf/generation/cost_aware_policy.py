@@ -56,7 +56,7 @@ _MOST_HALVINGS = 2
 _UNSEEN_SHARE = 0.5
 # A trial that lost less than this share of its time may have had bad luck.
 _CLEAR_LOSS = 0.1
-# Share of a plain round, of many requests, that its tokens cost the drafter when it reads them later.
+# Share of what a token costs in a plain round of many requests that it costs the drafter to read it later.
 _CATCHING_UP = 0.02
 # Times what was expected, beyond which a round is not long for what was done in it.
 _LONGEST_ROUND = 2.0
@@ -184,6 +184,7 @@ class CostAwarePolicy(LengthPolicy):
         self._others: dict[Hashable, dict[str, Any]] = {}
         self._is_packed = True
         self._is_prefilling = False
+        self._wanted_draft = False
         self._forecaster: AcceptanceForecaster | None = None
         self._forget()
 
@@ -230,6 +231,10 @@ class CostAwarePolicy(LengthPolicy):
         self._is_prefilling = num_prefilled > 0
 
     def wants_draft(self, num_active: int) -> bool:
+        self._wanted_draft = self._is_draft_wanted(num_active)
+        return self._wanted_draft
+
+    def _is_draft_wanted(self, num_active: int) -> bool:
         outlook = self._outlook(num_active)
         if outlook is None:
             return True  # nothing is known of this drafter
@@ -252,8 +257,12 @@ class CostAwarePolicy(LengthPolicy):
         if outlook is None or num_active <= _TRIAL_REQUESTS or not self._pays(outlook, num_active):
             return math.inf  # few, or a trial
         gained_s = self._plain_seconds(num_active) / num_active - 1 / outlook.tok_per_s
+        return gained_s / self._reading_seconds(1)
+
+    def _reading_seconds(self, num_tokens: int) -> float:
+        """What the drafter takes to read tokens that it was not given at once: one costs least beside many."""
         most = self._known_costs.table.requests[-1]
-        return gained_s / (_CATCHING_UP * self._plain_seconds(most) / most)
+        return _CATCHING_UP * num_tokens * self._plain_seconds(most) / most
 
     def longest_wanted(self, num_active: int) -> int | None:
         outlook = self._outlook(num_active)
@@ -304,8 +313,7 @@ class CostAwarePolicy(LengthPolicy):
             return float(seconds) - plain_s * (1 + accepted / num_active)
 
         small = _Trial(_TRIAL_REQUESTS, self._keep(("trial", num_active), small_loss))
-        catching_up_s = _CATCHING_UP * self._rounds_plain * plain_s
-        for_all = for_all._replace(lost_s=for_all.lost_s + catching_up_s)
+        for_all = for_all._replace(lost_s=for_all.lost_s + self._reading_seconds(self._rounds_plain * num_active))
         return small if has_gaps or self._is_prefilling or small.lost_s <= for_all.lost_s else for_all
 
     def choose_lengths(
@@ -439,8 +447,10 @@ class CostAwarePolicy(LengthPolicy):
         if outcome.round_s is None:
             # What else was done in it would have been done anyway: count as if it had been decoding alone. But a
             # request's first draft reads its prompt.
-            drafted_s = costs.table.draft_seconds(len(context.longest)) if outcome.drafted else 0.0
-            round_s = expected_s + max((outcome.draft_s or 0.0) - drafted_s, 0.0)
+            longest = context.memo.longest if isinstance(context.memo, _Choice) else None
+            drafted_s = costs.table.draft_seconds(len(context.longest), longest) if outcome.drafted else 0.0
+            more_s = max((outcome.draft_s or 0.0) - drafted_s, 0.0)
+            round_s = expected_s + min(more_s, _LONGEST_ROUND * expected_s)
             committed = num_active + sum(outcome.accepted)
         else:
             # A round that another process held up would otherwise forbid trials for a long time; what the drafter had
@@ -453,7 +463,8 @@ class CostAwarePolicy(LengthPolicy):
         lost_s = 0.0
         # A round on the better side may have bad luck; only trials are paid for. Those that win make good for what
         # others lost, and save nothing up.
-        if outcome.drafted != is_draft_better:
+        is_of_others = self._wanted_draft and not outcome.drafted  # who found that no request was worth it
+        if outcome.drafted != is_draft_better and not is_of_others:
             lost_s = max(round_s - committed / tok_per_s, min(self._budget_s, 0.0))
             is_clear = lost_s > _CLEAR_LOSS * round_s
             self._confirmations[key] = self._confirmations.get(key, 0) + 1 if is_clear else 0

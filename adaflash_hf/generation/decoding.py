@@ -167,9 +167,9 @@ class AdaFlashDecoding:
             model_kwargs,
             cache,
             generator.config.target_layer_ids,
-            self.outputs.wants_hidden_states,
-            self.outputs.wants_attentions,
             self.recorder,
+            output_hidden_states=self.outputs.wants_hidden_states,
+            output_attentions=self.outputs.wants_attentions,
         )
         try:
             self._run_rounds(rows, input_ids, model_kwargs, runner, generator)

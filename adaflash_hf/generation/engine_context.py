@@ -54,16 +54,26 @@ class DrafterContext:
         self.is_wanted = keeps_all or wants_draft
         # A draft for some is a trial. Whoever has no gap yet may serve for it.
         if keeps_all and wants_draft and self._policy.most_drafted(num_active) >= num_active:
-            self._catch_up(running)
+            self._catch_up(running, self._policy.most_read(num_active))
 
     def is_complete(self, request: GenerationRequest) -> bool:
         """Whether the drafter has the features of all tokens in the target's cache."""
         return self._lag(request) == 0
 
+    def is_worth_reading(self, request: GenerationRequest, most_read: float) -> bool:
+        """Whether a request may say enough more tokens for what the drafter has not read of it.
+
+        Args:
+            request (`GenerationRequest`): The request.
+            most_read (`float`): See [`LengthPolicy.most_read`].
+        """
+        unread = self._drafter.num_pending(request.drafter_slot) + self._lag(request)
+        return unread <= most_read * request.remaining
+
     def _lag(self, request: GenerationRequest) -> int:
         return self._target.length(request.target_slot) - self._drafter.length(request.drafter_slot)
 
-    def _catch_up(self, running: Sequence[GenerationRequest]) -> None:
+    def _catch_up(self, running: Sequence[GenerationRequest], most_read: float) -> None:
         lags = [(self._lag(request), request) for request in running if request.state is RequestState.DECODING]
         behind = [(lag, request) for lag, request in lags if lag > 0]
         if not behind:
@@ -71,7 +81,7 @@ class DrafterContext:
         budget = self._tokens_per_round - sum(request.prefill_remaining for request in running)
         # The others go on meanwhile, without drafts. Those that lack least come first: they cost least.
         for lag, request in sorted(behind, key=lambda entry: (entry[0], entry[1].arrival)):
-            if lag > request.remaining:
+            if lag > request.remaining or not self.is_worth_reading(request, most_read):
                 continue  # it ends before what it costs has paid
             if budget <= 0 or self._tokens_per_round > budget < lag:
                 break

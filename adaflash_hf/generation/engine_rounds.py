@@ -52,7 +52,7 @@ class _Drafts:
     noise: dict[int, torch.Tensor] = field(default_factory=dict)
     drafted: list[int] = field(default_factory=list)
     context: RoundContext | None = None
-    seconds: float | None = None
+    draft_s: float | None = None
 
 
 @dataclass
@@ -99,14 +99,10 @@ class EngineRounds:
         self._layer_ids: Sequence[int] = (
             () if self.drafter is None else self.drafter.base_drafter.config.target_layer_ids
         )
-        self._feature_bytes = 0
         self._num_running = 0
         self._context: DrafterContext | None = None
         if self.drafter is not None and policy is not None:
             self._context = DrafterContext(self.target, self.drafter, policy, self._reopen, prefill_chunk_tokens)
-        if self.drafter is not None:
-            base = self.drafter.base_drafter
-            self._feature_bytes = base.config.context_feature_size * base.dtype.itemsize
 
     @property
     def longest_verify_length(self) -> int:
@@ -152,7 +148,7 @@ class EngineRounds:
         """Bytes that one request of so many tokens takes in both caches, features on their way included."""
         if self.drafter is None:
             return self.target.bytes_for(num_tokens)
-        waiting = min(num_tokens, self.drafter.most_pending_tokens) * self._feature_bytes
+        waiting = min(num_tokens, self.drafter.most_pending_tokens) * self.drafter.feature_bytes
         return self.target.bytes_for(num_tokens) + self.drafter.bytes_for(num_tokens) + waiting
 
     def forecast_bytes(self, requests: Sequence[GenerationRequest], growth: int) -> int:
@@ -170,7 +166,7 @@ class EngineRounds:
         lengths = {slot: length + block for slot, length in lengths.items()}
         at_once = max(growth, self._prefill_chunk_tokens) + block + most_pending
         drafter = self.drafter.cache.forecast_bytes(lengths, at_once, opening)
-        return total + drafter + waiting * self._feature_bytes
+        return total + drafter + waiting * self.drafter.feature_bytes
 
     @property
     def gauge(self) -> MemoryGauge:
@@ -228,10 +224,10 @@ class EngineRounds:
             return drafts
         longest = [min(self.longest_verify_length, request.remaining) for request in decoding]
         complete = [context.is_complete(request) for request in decoding]
-        members = self._worth_reading(
-            decoding, [index for index, bound in enumerate(longest) if bound > 1 and complete[index]]
-        )
-        if not members:
+        able = [index for index, bound in enumerate(longest) if bound > 1 and complete[index]]
+        most_read = policy.most_read(self._num_running)
+        members = [index for index in able if context.is_worth_reading(decoding[index], most_read)]
+        if 2 * len(members) <= len(able):
             return drafts
         assert self.drafter is not None
         most_drafted = policy.most_drafted(self._num_running)
@@ -241,19 +237,8 @@ class EngineRounds:
         started_s = time.perf_counter()
         with self.recorder.phase("draft"):
             self._run_drafter(decoding, members, longest, drafts)
-        drafts.seconds = time.perf_counter() - started_s
+        drafts.draft_s = time.perf_counter() - started_s
         return drafts
-
-    def _worth_reading(self, decoding: list[GenerationRequest], members: list[int]) -> list[int]:
-        """Those that may say enough more tokens for what the drafter has not read of them; none if those are few."""
-        assert self.drafter is not None and self.policy is not None
-        most = self.policy.most_read(self._num_running)
-        worth = [
-            index
-            for index in members
-            if self.drafter.num_pending(decoding[index].drafter_slot) <= most * decoding[index].remaining
-        ]
-        return worth if 2 * len(worth) > len(members) else []
 
     def _run_drafter(
         self, decoding: list[GenerationRequest], members: list[int], longest: list[int], drafts: _Drafts
@@ -437,7 +422,7 @@ class EngineRounds:
             drafted=bool(drafts.drafted),
             committed=committed,
             round_s=None if started_s is None else time.perf_counter() - started_s,
-            draft_s=drafts.seconds,
+            draft_s=drafts.draft_s,
         )
         self.policy.observe_round(context, outcome)
 

@@ -205,7 +205,8 @@ class LengthPolicy(ABC):
     def most_read(self, num_active: int) -> float:
         """
         How many tokens of a request the drafter may have to read before it drafts, for each token that the request may
-        still say, in an engine; any number by default.
+        still say, in an engine; any number by default. Requests with more are left out, and all of them where at most
+        half would be left.
 
         Args:
             num_active (`int`): As in [`RoundContext`].

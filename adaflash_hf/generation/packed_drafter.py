@@ -28,6 +28,8 @@ FEW_PENDING_TOKENS = 128
 # Features are rows of what a round gave to all requests, which lives as long as one of them does. After so many rounds
 # a request's own are put together.
 _MOST_VIEWS = 32
+# A round that gave more rows than this for each request, most of them a prompt's, is not kept for the sake of one.
+_LARGEST_SHARE = 4
 # Features of all requests that a forward pass takes in at most, beside those of one request.
 _TOKENS_AT_ONCE = 4096
 
@@ -105,7 +107,7 @@ class PackedDrafter(PackedModel):
         self._embedder = BlockEmbedder(self.base_drafter, target.get_input_embeddings())
         self._head = DraftHead(self.base_drafter, target.get_output_embeddings())
         self._pending: dict[int, _Pending] = {}
-        self._feature_bytes = self.config.context_feature_size * target.dtype.itemsize
+        self.feature_bytes = self.config.context_feature_size * self.base_drafter.dtype.itemsize  # of a token
 
     def allocate(self, expected_tokens: int = 0) -> int:
         """Opens a slot for a request. Slots are the drafter's own, not the target's."""
@@ -130,7 +132,7 @@ class PackedDrafter(PackedModel):
     def memory_bytes(self) -> int:
         """Bytes of the context's buffers and of features not drafted from yet."""
         pending = sum(pending.num_tokens for pending in self._pending.values())
-        return super().memory_bytes + pending * self._feature_bytes
+        return super().memory_bytes + pending * self.feature_bytes
 
     def extend(self, slot: int, features: torch.Tensor, begin: int = 0, end: int | None = None) -> None:
         """Adds the target's features of newly committed tokens, in order and without gaps.
@@ -138,7 +140,7 @@ class PackedDrafter(PackedModel):
         Args:
             slot (`int`): Whose.
             features (`torch.Tensor` of shape `(n, num_features * target_hidden_size)`): From [`PackedOutputs`].
-            begin (`int`): First row that is the slot's.
+            begin (`int`, *optional*, defaults to 0): First row that is the slot's.
             end (`int`, *optional*): Row after the last.
         """
         end = features.shape[0] if end is None else end
@@ -148,6 +150,8 @@ class PackedDrafter(PackedModel):
             return
         if features.device != self.device:
             features, begin, end = features[begin:end].to(device=self.device), 0, end - begin
+        elif features.shape[0] > _LARGEST_SHARE * max(len(self._pending), end - begin):
+            features, begin, end = features[begin:end].clone(), 0, end - begin
         self._pending[slot].add(features, begin, end)
         if self.num_pending(slot) >= self.most_pending_tokens:
             self._absorb([slot])

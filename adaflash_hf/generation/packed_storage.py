@@ -137,7 +137,7 @@ class Arena:
 
 class Place:
     """Where a slot lies: its arena, its row there, the position of the first token that the row holds, and how many
-    tokens of the row were ever written."""
+    tokens at the row's front may not be zero, those included that a forward pass is about to write."""
 
     __slots__ = ("arena", "row", "start", "written")
 
@@ -264,7 +264,7 @@ class LayerGroup:
         used_of_last = lengths[last] - last_place.start
         moved = arena.remove(place.row, place.written, used_of_last, last_place.written)
         if moved is not None:
-            last_place.row, last_place.written = place.row, used_of_last
+            last_place.row = place.row
         if not arena.slots:
             del self.arenas[arena.room]
 

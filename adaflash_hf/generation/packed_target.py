@@ -136,7 +136,6 @@ class PackedTarget(PackedModel):
         logits = self._select_logits(outputs.logits[0], counts, logits_counts)
         features = None
         if layer_ids:
-            # Layers may sit on different devices.
             states, device = outputs.hidden_states, outputs.logits.device
             features = concatenate_context_features(states, layer_ids, self.num_layers, device=device)[0]
         return PackedOutputs(logits, logits_counts, features, counts)

@@ -90,9 +90,7 @@ class _ScratchBatch:
             kwargs["logits_to_keep"] = 1
         cache = DynamicCache(config=unwrap_model(target).config.get_text_config(decoder=True))
         append_in_place(cache)
-        self._runner = TargetRunner(
-            target, kwargs, cache, self._generator.config.target_layer_ids, False, False, recorder
-        )
+        self._runner = TargetRunner(target, kwargs, cache, self._generator.config.target_layer_ids, recorder)
         positions = torch.arange(CONTEXT_TOKENS, device=device).expand(size, -1)
         for outputs in self._runner.prefill(prompt, CONTEXT_TOKENS, None):
             self._generator.extend_context(outputs.hidden_states, positions)

@@ -67,9 +67,9 @@ class TargetRunner:
         model_kwargs (`dict`): What `generate()` prepared for the forward pass.
         cache (`Cache`): Empty, or warm from an earlier call.
         layer_ids (`Sequence[int]`): Layers whose outputs each forward keeps.
-        output_hidden_states (`bool`): Whether those of all layers are asked for.
-        output_attentions (`bool`): Whether attention weights are asked for.
         recorder (`StatisticsRecorder`): Counts forwards and time.
+        output_hidden_states (`bool`, defaults to `False`): Whether those of all layers are asked for.
+        output_attentions (`bool`, defaults to `False`): Whether attention weights are asked for.
     """
 
     def __init__(
@@ -78,9 +78,10 @@ class TargetRunner:
         model_kwargs: dict[str, Any],
         cache: Cache,
         layer_ids: Sequence[int],
-        output_hidden_states: bool,
-        output_attentions: bool,
         recorder: StatisticsRecorder,
+        *,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
     ):
         self.model = model
         self.cache = cache

@@ -306,8 +306,9 @@ class HotReloader:
         check_configuration(version.path, self._copy.config)
         weights = read_weights(version.path, self._copy.state_dict())
         traffic = [] if pointer.is_forced else self.probe.kept()
-        self._scores = self._scores_on(traffic, self._scores)
-        current = ProbeScore.total(score for _, score in self._scores)
+        in_use = self._scores_on(traffic, self._scores)
+        self._scores = self._scores if pointer.is_forced else in_use
+        current = ProbeScore.total(score for _, score in in_use)
         _synchronize(self.drafter.device)  # an earlier swap may still be reading
         try:
             _copy_tensors([(copied, weights[name]) for name, _, copied in self._tensors])

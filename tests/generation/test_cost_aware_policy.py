@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,9 +17,23 @@ from plain_comparison import (
     ragged_batch,
     shared_target,
 )
-from simulated_rounds import MEASURED_ACCEPTANCE, MEASURED_CPU, Simulation, simulated_table, stand_in_drafter
+from simulated_rounds import (
+    MEASURED_ACCEPTANCE,
+    MEASURED_CPU,
+    SMALL_CPU,
+    Simulation,
+    simulated_table,
+    stand_in_drafter,
+)
 
-from adaflash_hf import AdaFlashEngine, CostAwarePolicy, FixedLengthPolicy, InvalidInputError, RoundContext
+from adaflash_hf import (
+    AdaFlashEngine,
+    CostAwarePolicy,
+    FixedLengthPolicy,
+    InvalidInputError,
+    RoundContext,
+    RoundOutcome,
+)
 from adaflash_hf.generation.length_policies import build_length_policy
 
 
@@ -295,3 +310,39 @@ def test_what_was_learned_of_two_loops_is_kept_apart() -> None:
     assert policy.wants_draft(8) and policy.keeps_context(8)  # nothing is known here
     policy.prepare(one)
     assert not policy.keeps_context(8)
+
+
+def test_the_drafter_reads_no_more_than_a_request_can_repay() -> None:
+    assert cost_aware().most_read(32) == math.inf  # a trial reads what it needs
+    most = []
+    for rate in (0.8, 0.95):
+        policy = cost_aware()
+        Simulation(always(rate), always(32)).run(policy, 200)
+        assert policy.most_read(4) == math.inf  # reading is cheap for few
+        most.append(policy.most_read(32))
+    # One token of 128 requests costs a 128th of a round, and to be read a fiftieth of that. With 32 requests a plain
+    # round takes 58 ms: a drafter that saves all of that saves 64 times as much as it costs to read a token.
+    dearest_s = SMALL_CPU.target_seconds(128) / 128 / 50
+    assert 1 < most[0] < most[1] < SMALL_CPU.target_seconds(32) / 32 / dearest_s
+
+
+def test_a_bad_drafter_reads_anything_in_trials() -> None:
+    policy = cost_aware()
+    Simulation(always(0.05), always(32)).run(policy, 200)
+    assert policy.most_read(32) == math.inf
+
+
+def test_beside_a_prompt_drafts_are_charged_for_what_they_took() -> None:
+    """What else the round did is not known to be decoding's, so its time is not taken; that of drafts is."""
+    spent = []
+    for draft_s in (None, 1e-6, 0.1, 30.0):
+        policy = cost_aware()
+        Simulation(always(0.05), always(32)).run(policy, 200)
+        before = policy._budget_s
+        context = RoundContext([8] * 4, 32)
+        policy.choose(stand_in_drafter(), torch.full((4, 8, 2), 0.2), context)
+        policy.observe_round(context, RoundOutcome([4] * 4, [0] * 4, [False] * 4, True, 32, None, draft_s))
+        spent.append(before - policy._budget_s)
+    assert spent[0] == spent[1]  # at least what the table says
+    assert spent[2] - spent[0] == pytest.approx(0.1 - SMALL_CPU.draft_seconds(4), rel=0.05)
+    assert spent[2] < spent[3] < 0.5  # something else had the machine

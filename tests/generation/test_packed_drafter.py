@@ -197,11 +197,13 @@ def test_features_of_others_are_not_held() -> None:
     packed = PackedDrafter(tiny_drafter(shared_target()), shared_target())
     slot = packed.allocate()
     for number in range(100):
-        packed.extend(slot, features(50, number), number % 50, number % 50 + 1)
+        packed.extend(slot, features(4, number), number % 4, number % 4 + 1)
     pieces = packed._pending[slot].pieces()
-    assert torch.equal(torch.cat(pieces), torch.stack([features(50, number)[number % 50] for number in range(100)]))
+    assert torch.equal(torch.cat(pieces), torch.stack([features(4, number)[number % 4] for number in range(100)]))
     assert packed.num_pending(slot) == 100
     assert sum(piece.untyped_storage().nbytes() > piece.nbytes for piece in pieces) == 100 % 32
+    packed.extend(slot, features(5, 0), 3, 4)  # most of the round's rows are nobody's
+    assert packed._pending[slot].pieces()[-1].untyped_storage().nbytes() == packed.feature_bytes
 
 
 class TestProject:

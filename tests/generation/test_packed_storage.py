@@ -108,6 +108,26 @@ def test_what_a_slot_leaves_is_cleared(closed: int, taken_back: int) -> None:
         assert not buffer.values.isnan().any()
 
 
+def test_what_was_about_to_be_written_is_cleared() -> None:
+    """Room is made for all slots before any is written, and one that outgrows its arena is replaced by another."""
+    filled = Filled()
+    for slot in range(3):
+        filled.open(slot)
+        filled.write(slot, 1)
+    group = filled.group
+    group.reserve(2, 2, filled.lengths)
+    group.reserve(0, 4, filled.lengths)  # moves, and the last slot takes its place
+    place = group.places[2]
+    assert place.row == 0
+    for buffer in place.arena.layers.values():
+        buffer.keys[0, 1:3] = buffer.values[0, 1:3] = float("nan")
+    filled.close(2)  # rejected or failed, and gone; another slot takes the row
+    filled.check()
+    for buffer in group.arenas[4].layers.values():
+        assert not buffer.keys.isnan().any()
+        assert not buffer.values.isnan().any()
+
+
 def test_what_a_slot_leaves_as_it_grows_is_cleared() -> None:
     filled = Filled()
     for slot in range(2):

@@ -23,7 +23,7 @@ def new_runner(target: PreTrainedModel, inputs: dict[str, torch.Tensor], **kwarg
     else:
         model_kwargs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
     runner = TargetRunner(
-        target, model_kwargs, DynamicCache(config=target.config), [1], False, False, StatisticsRecorder(target.device)
+        target, model_kwargs, DynamicCache(config=target.config), [1], StatisticsRecorder(target.device)
     )
     for _ in runner.prefill(inputs["input_ids"], inputs["input_ids"].shape[1], None):
         pass
