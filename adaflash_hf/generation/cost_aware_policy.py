@@ -447,8 +447,7 @@ class CostAwarePolicy(LengthPolicy):
         if outcome.round_s is None:
             # What else was done in it would have been done anyway: count as if it had been decoding alone. But a
             # request's first draft reads its prompt.
-            longest = context.memo.longest if isinstance(context.memo, _Choice) else None
-            drafted_s = costs.table.draft_seconds(len(context.longest), longest) if outcome.drafted else 0.0
+            drafted_s = costs.table.draft_seconds(len(context.longest), _cut_of(context)) if outcome.drafted else 0.0
             more_s = max((outcome.draft_s or 0.0) - drafted_s, 0.0)
             round_s = expected_s + min(more_s, _LONGEST_ROUND * expected_s)
             committed = num_active + sum(outcome.accepted)
@@ -484,7 +483,7 @@ class CostAwarePolicy(LengthPolicy):
         if not outcome.drafted:
             costs.observe_plain(num_active, round_s)
             return
-        longest = context.memo.longest if isinstance(context.memo, _Choice) else None
+        longest = _cut_of(context)
         outlook = self._outlook(num_active)
         is_cut = outlook is not None and outlook.longest is not None and num_drafted > _TRIAL_REQUESTS
         if self._is_catching_up(context, outcome) or (is_cut and longest is None):
@@ -513,6 +512,11 @@ class CostAwarePolicy(LengthPolicy):
 def _index_of(lengths: Sequence[int], is_packed: bool) -> int:
     """Where the seconds of a round with these verify lengths are found, see [`best_lengths`]."""
     return sum(lengths) - len(lengths) if is_packed else max(lengths) - 1
+
+
+def _cut_of(context: RoundContext) -> int | None:
+    """Verify length that the blocks of a round were cut to, if they were."""
+    return context.memo.longest if isinstance(context.memo, _Choice) else None
 
 
 def _key_of(fingerprint: dict[str, str] | None) -> Hashable:
