@@ -211,7 +211,7 @@ def length_head(
     check_writable(out)
     data = _read(trajectories, max_tokens, held_out)
     dataset: Any = data.train.dataset
-    layer_ids = check_checkpoint(drafter).target_layer_ids
+    layer_ids = check_checkpoint(drafter, target=target).target_layer_ids
     for path in named_heads.values():
         check_checkpoint(path, "--head", LengthHeadModel)
     for path in named_confidences.values():

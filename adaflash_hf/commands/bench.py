@@ -279,7 +279,7 @@ def _check_models(methods: Sequence[str], target: str, drafter: str | None, extr
 
     config: Any = None
     if any(needs_drafter(name) for name in methods):
-        config = check_checkpoint(find_drafter(target, drafter))
+        config = check_checkpoint(find_drafter(target, drafter), target=target)
     for name in methods:
         check_models_of_method(
             name,
@@ -291,7 +291,7 @@ def _check_models(methods: Sequence[str], target: str, drafter: str | None, extr
     if TRANSFORMERS_MTP in methods:
         check_mtp_heads(target)
     if extra.osd_drafter is not None:
-        check_checkpoint(extra.osd_drafter, "--osd-drafter")
+        check_checkpoint(extra.osd_drafter, "--osd-drafter", target=target)
     if extra.confidence_head is not None:
         check_checkpoint(extra.confidence_head, "--confidence-head", ConfidenceHeadModel)
     if extra.assistant is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ..configuration_dflash_drafter import DFlashDrafterConfig
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
 
 __all__ = [
     "LoadedModels",
     "check_checkpoint",
+    "check_fits",
     "check_target",
     "find_baseline",
     "find_drafter",
@@ -89,7 +91,11 @@ def check_target(target: str, option: str = "--target") -> None:
 
 
 def check_checkpoint(
-    name_or_path: str, option: str = "--drafter", model_class: Any = None, length_policy: str | None = None
+    name_or_path: str,
+    option: str = "--drafter",
+    model_class: Any = None,
+    length_policy: str | None = None,
+    target: str | None = None,
 ) -> Any:
     """
     Refuse what is no drafter or head, or not a whole one, before a target is loaded for it. Of its weights only names
@@ -104,6 +110,8 @@ def check_checkpoint(
             Its class; by default a drafter's.
         length_policy (`str`, *optional*):
             What the drafter must have the head for.
+        target (`str`, *optional*):
+            What the drafter must fit.
 
     Returns:
         `PreTrainedConfig`: its configuration.
@@ -120,7 +128,32 @@ def check_checkpoint(
             place, arguments = base.name_or_path, base.load_arguments({})
         config = read_checkpoint(model_class or DFlashDrafterModel, place, None, arguments).config
     check_length_policy(length_policy, config)
+    if target is not None:
+        check_fits(config, target)
     return config
+
+
+def check_fits(config: DFlashDrafterConfig, target: str) -> None:
+    """
+    Refuse a drafter that does not fit a target, from its config.json. What that leaves open is told after loading.
+
+    Args:
+        config (`DFlashDrafterConfig`):
+            The drafter's.
+        target (`str`):
+            Hub id or directory.
+
+    Raises:
+        DrafterCompatibilityError: They do not fit.
+    """
+    if target == EMBEDDED_TARGET_NAME:  # which loads in a second
+        return
+    from ..serving.formats import TargetFiles
+    from ..serving.target_fit import check_fit
+
+    # What is wrong with the target itself is for those who load it to say.
+    with suppress(InvalidInputError, ImportError):
+        check_fit(config, TargetFiles(target))
 
 
 def load_drafter(name_or_path: str, target_model: PreTrainedModel, option: str = "--drafter") -> DFlashDrafterModel:
@@ -191,7 +224,7 @@ def load_models(
     drafter_path = find_drafter(target, drafter)
     with loading_target(target):  # says so where the two are mixed up
         pass
-    check_checkpoint(drafter_path, length_policy=length_policy)
+    check_checkpoint(drafter_path, length_policy=length_policy, target=target)
     with _reporting_progress(console, downloads=target != EMBEDDED_TARGET_NAME) as report:
         target_model, tokenizer = load_target(target, dtype, device=device, on_progress=report)
     drafter_model = load_drafter(drafter_path, target_model)

@@ -113,7 +113,7 @@ def run(
     served = _read_prompts(prompts, domain, attach)
     drafter = find_drafter(target, drafter)
     check_target(target)
-    check_checkpoint(drafter, length_policy=length_policy)
+    check_checkpoint(drafter, length_policy=length_policy, target=target)
     buffer_settings = BufferSettings(buffer_rows, held_out_share=held_out_share, target=target)
     if not buffer.exists():  # else it stays as it is
         arguments.check_buffer(buffer_settings)

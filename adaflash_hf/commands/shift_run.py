@@ -188,8 +188,8 @@ class ShiftRun:
         for method in (REFERENCE, *methods):
             settings.arguments(method, 0)
         for path in self.references.values():
-            check_checkpoint(path, "--reference")
-        layer_ids = check_checkpoint(self.start, length_policy=self.length_policy).target_layer_ids
+            check_checkpoint(path, "--reference", target=self.target)
+        layer_ids = check_checkpoint(self.start, length_policy=self.length_policy, target=self.target).target_layer_ids
         if self.trajectories:
             responses, plans = self._plan(self.trajectories, settings.shape, layer_ids)
         else:

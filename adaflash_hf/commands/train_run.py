@@ -41,6 +41,7 @@ class TrainRun:
         from transformers import set_seed
 
         from ..embedded_target import load_target
+        from .loading import check_fits
         from .train_checks import check_places, check_room, check_without_target
         from .train_records import check_same_run, recorded_settings, write_records
         from .train_settings import choose_device, read_data, settle, training_arguments
@@ -54,6 +55,8 @@ class TrainRun:
             data = read_data(request)
         set_seed(request.seed)  # a new part's weights must be the same after a restart
         start = None if request.init is None else load_start(request, request.init)
+        if start is not None:
+            check_fits(start.drafter.config, request.target)
         check_without_target(request, start, data, device.type)
         if request.push_to_hub is not None and request.is_main:
             self._reserve(request.push_to_hub)

@@ -138,7 +138,7 @@ def trajectories(
     console = Console(markup=False)  # names and places may have brackets
     chosen = interleave(sources.read(limit, seed, console))
     if drafter is not None:
-        check_checkpoint(drafter, length_policy=length_policy)
+        check_checkpoint(drafter, length_policy=length_policy, target=target)
     target_model, tokenizer = load_target(
         target, dtype.value, device=device, on_progress=lambda text: console.print(f"{text} ...", highlight=False)
     )

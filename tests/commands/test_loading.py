@@ -14,7 +14,7 @@ from adaflash_hf import ConfidenceHeadModel
 from adaflash_hf.commands import loading
 from adaflash_hf.commands.loading import check_checkpoint, find_baseline, find_drafter, load_drafter, load_models
 from adaflash_hf.embedded_target import EMBEDDED_TARGET_NAME
-from adaflash_hf.errors import DrafterCheckpointError, InvalidInputError
+from adaflash_hf.errors import DrafterCheckpointError, DrafterCompatibilityError, InvalidInputError
 from adaflash_hf.generation.prepacking import PrepackedLinear, prepack_linear_layers
 from adaflash_hf.training.initialization import new_confidence_head
 from adaflash_hf.training.lora import add_lora
@@ -87,6 +87,18 @@ def test_a_missing_directory_is_told_before_the_target_loads(name, tmp_path, mon
     monkeypatch.setattr(loading, "load_target", lambda *args, **kwargs: pytest.fail("the target was loaded"))
     with pytest.raises(InvalidInputError, match="no such directory here"):
         load_models("smollm2-135m", name, "auto", None, True, console)
+
+
+def test_a_drafter_of_another_target_is_refused_before_that_is_loaded(tmp_path, monkeypatch, console):
+    save_tiny_models(tmp_path)
+    other = tiny_target("llama", hidden_size=64)
+    other.save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "model.safetensors").unlink()
+    monkeypatch.setattr(loading, "load_target", lambda *args, **kwargs: pytest.fail("the target was loaded"))
+    with pytest.raises(DrafterCompatibilityError, match="`target_hidden_size` = 32, the target's `hidden_size` is 64"):
+        load_models(str(tmp_path / "other"), str(tmp_path / "drafter"), "auto", None, True, console)
+    (tmp_path / "other" / "config.json").write_text("{}")  # for those who load it to refuse
+    check_checkpoint(str(tmp_path / "drafter"), target=str(tmp_path / "other"))
 
 
 def test_a_checkpoint_is_checked_without_its_weights(tmp_path, monkeypatch, console):
