@@ -408,6 +408,7 @@ def _run_all(
         console.print(
             f"{len(finished)} of {len(runs)}: {run.key}, seed {run.seed}: tau {tau:.3f} ({state}{rest})",
             highlight=False,
+            soft_wrap=True,
         )
 
     with without_progress_bars():

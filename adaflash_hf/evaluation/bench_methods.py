@@ -22,6 +22,7 @@ from ..generation.length_policies import (
     LengthPolicy,
 )
 from ..generation.oracle_policy import OraclePolicy
+from ..generation.statistics import GenerationStats
 from ..training.batched_decoding import eos_token_ids_of
 from .bench_results import PLAIN, Latency, MethodRun, merge_statistics
 from .bench_timing import StepTimer, synchronize
@@ -33,7 +34,6 @@ from .peak_memory import PeakMemory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..generation.statistics import GenerationStats
     from ..modeling_confidence_head import ConfidenceHeadModel
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
@@ -53,6 +53,7 @@ __all__ = [
     "check_models_of_method",
     "needs_drafter",
     "split_method_name",
+    "stats_of_steps",
 ]
 
 # By heads of the target's own, which not every target has.
@@ -305,12 +306,11 @@ class GenerateMethod(BenchMethod):
         )
 
     def _statistics(self, timer: StepTimer) -> GenerationStats | None:
-        """Counters of the call of `generate()` that the timer streamed; None if nobody counts."""
-        del timer
-        if self._policy is None:
-            return None
-        assert self._models.drafter is not None
-        return self._models.drafter.last_generation_stats
+        """Counters of the call of `generate()` that the timer streamed; None for plain decoding."""
+        if self._policy is not None:
+            assert self._models.drafter is not None
+            return self._models.drafter.last_generation_stats
+        return stats_of_steps(timer.step_tokens) if self._is_single else None
 
     def _generate(self, prompts: Sequence[list[int]], max_new_tokens: int, timer: StepTimer) -> list[list[int]]:
         pad = self._models.pad_token_id
@@ -329,6 +329,23 @@ class GenerateMethod(BenchMethod):
         )
         ends = eos_token_ids_of(self._models.target)
         return [until_end(row, ends) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
+
+
+def stats_of_steps(step_tokens: Sequence[int]) -> GenerationStats:
+    """
+    What is known of a loop of transformers' own: what each step committed, and not what was drafted for it.
+
+    Args:
+        step_tokens (`Sequence[int]`):
+            From a [`StepTimer`].
+    """
+    _, *committed = step_tokens  # the first is the prefill's
+    return GenerationStats(
+        rounds=len(committed),
+        target_forwards=1 + len(committed),
+        accepted_tokens=sum(committed) - len(committed),
+        committed_tokens=sum(committed),
+    )
 
 
 class ContinuousBatchingMethod(BenchMethod):

@@ -15,7 +15,7 @@ from ..errors import InvalidInputError
 from ..generation.prepacking import has_prepacked_layers, prepack_linear_layers
 from ..generation.statistics import GenerationStats
 from ..hub_connection import hub_or_cache
-from .bench_methods import TRANSFORMERS_MTP, BenchModels, GenerateMethod
+from .bench_methods import TRANSFORMERS_MTP, BenchModels, GenerateMethod, stats_of_steps
 from .bench_results import MethodRun
 from .bench_timing import StepTimer
 
@@ -82,9 +82,8 @@ class MtpMethod(GenerateMethod):
 
     def _statistics(self, timer: StepTimer) -> GenerationStats:
         """Every head drafts one token in every round; what a round commits is a draft less than its tokens."""
-        _, *committed = timer.step_tokens  # the first token is the prefill's
-        stats = GenerationStats(target_forwards=1 + len(committed), committed_tokens=sum(committed))
-        stats.count_rounds((1 + self._heads.num_mtp_layers, count - 1) for count in committed)
+        stats = stats_of_steps(timer.step_tokens)
+        stats.count_rounds((1 + self._heads.num_mtp_layers, count - 1) for count in timer.step_tokens[1:])
         return stats
 
 

@@ -12,6 +12,7 @@ from tiny_models import tiny_drafter, tiny_target
 
 from adaflash_hf import CostAwarePolicy, InvalidInputError
 from adaflash_hf.evaluation.bench_methods import METHODS, BenchModels, Sampling, build_method, needs_drafter
+from adaflash_hf.evaluation.bench_results import summarise
 
 
 PROMPTS = [prompt(5 + n, seed=n)[0].tolist() for n in range(4)]
@@ -73,6 +74,21 @@ def test_methods_agree_with_plain_decoding(name: str, via_generate: bool, concur
     if needs_drafter(name) and name not in ("transformers_dflash", "cost_aware"):
         assert run.stats is not None and run.stats.accepted_tokens > 0
         assert 1 < run.stats.acceptance_length <= 5
+
+
+def test_what_transformers_commits_in_a_round_is_counted() -> None:
+    drafter = models().drafter
+    run = build_method("transformers_dflash", models()).run(PROMPTS, 1, NEW_TOKENS)
+    assert run.stats is not None
+    assert run.stats.rounds == sum(drafter.expected_rounds(len(ids), NEW_TOKENS) for ids in PROMPTS)
+    assert run.stats.target_forwards == run.stats.rounds + len(PROMPTS)
+    assert run.stats.committed_tokens == len(PROMPTS) * (NEW_TOKENS - 1)
+    row = summarise("transformers_dflash", "prompts", 1, [run], len(PROMPTS))
+    assert row.acceptance_length == run.stats.committed_tokens / run.stats.rounds > 1
+    assert row.mean_verify_length is None  # drafts are not told
+    for name in ("prompt_lookup", "assistant"):
+        stats = build_method(name, models()).run(PROMPTS, 1, NEW_TOKENS).stats
+        assert stats is not None and stats.acceptance_length >= 1
 
 
 def test_parameters_reach_the_policy() -> None:
