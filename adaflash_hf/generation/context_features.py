@@ -154,9 +154,18 @@ def concatenate_context_features(
 
     Returns:
         `torch.Tensor` of shape `(batch_size, rows, len(layer_ids) * target_hidden_size)`.
+
+    Raises:
+        UnsupportedGenerationError: If a layer returns something else.
     """
     # The length tells both conventions apart, and also models that ignore the list and return everything.
     first_layer = len(hidden_states) - num_layers
     states = [hidden_states[first_layer + i][:, :rows] for i in layer_ids]
+    if states[0].ndim != 3:
+        raise UnsupportedGenerationError(
+            f"The target's layers return hidden states of shape {tuple(states[0].shape)}; a drafter reads one vector "
+            "per token. Targets with several residual streams, such as DeepSeek-V4, cannot be drafted for: generate "
+            "without `assistant_model`."
+        )
     # Layers may sit on different devices.
     return torch.cat([each.to(device or states[0].device) for each in states], dim=-1)

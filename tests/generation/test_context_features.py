@@ -9,6 +9,7 @@ import pytest
 import torch
 from plain_comparison import exact_target, prompt, shared_target
 
+from adaflash_hf.errors import UnsupportedGenerationError
 from adaflash_hf.generation.context_features import (
     concatenate_context_features,
     forward_with_features,
@@ -116,3 +117,11 @@ def test_a_copy_records_its_own() -> None:
         other.model.layers[0].mlp.down_proj.weight.add_(1.0)
     assert torch.equal(recorded(other, [1]), expected_of(other, [1]))
     assert not torch.equal(recorded(other, [1]), recorded(target, [1]))
+
+
+def test_a_target_of_several_residual_streams_is_refused() -> None:
+    streams = [None, torch.zeros(1, 9, 4, 32)]
+    with pytest.raises(
+        UnsupportedGenerationError, match=r"shape \(1, 9, 4, 32\); a drafter reads one vector per token"
+    ):
+        concatenate_context_features(streams, [1], 2)
