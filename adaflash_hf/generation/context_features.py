@@ -164,8 +164,8 @@ def concatenate_context_features(
     if states[0].ndim != 3:
         raise UnsupportedGenerationError(
             f"The target's layers return hidden states of shape {tuple(states[0].shape)}; a drafter reads one vector "
-            "per token. Targets with several residual streams, such as DeepSeek-V4 or Gemma 3n, cannot be drafted for: generate "
-            "without `assistant_model`."
+            "per token. Targets with several residual streams, such as DeepSeek-V4 or Gemma 3n, cannot be drafted "
+            "for: generate without `assistant_model`."
         )
     # Layers may sit on different devices.
     return torch.cat([each.to(device or states[0].device) for each in states], dim=-1)
