@@ -62,7 +62,7 @@ def _draw_drafters(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
         label = domain.removeprefix(_DOMAIN)
         panel.scatter(means.values(), means.keys(), s=28, color=f"C{number + 1}", zorder=3, label=label)
     panel.set_xlim(left=1)
-    panel.set_xlabel("tau on held-out prompts; points: by domain, whiskers: standard deviation over seeds")
+    panel.set_xlabel("tau on held-out prompts\npoints: by domain, whiskers: standard deviation over seeds")
     if names:
         panel.legend(fontsize="small")
     return figure
@@ -74,7 +74,7 @@ def _draw_heads(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
         errors = [run["head"]["estimates"][HEAD]["mean_absolute_error_tokens"] for run in of_row if run["head"]]
         if errors:
             _draw_bar(panel, place, errors)
-    panel.set_xlabel("mean absolute error, tokens; whiskers: standard deviation over seeds")
+    panel.set_xlabel("mean absolute error, tokens\nwhiskers: standard deviation over seeds")
     return figure
 
 
