@@ -170,7 +170,7 @@ class BenchFile(ResultFile):
 
     def results(self) -> list[EvalResult]:
         """Speedup and tau of every method that drafts."""
-        from .evaluation.bench_methods import needs_drafter
+        from .evaluation.bench_method_names import needs_drafter
 
         repeats = self.settings.get("repeats", 1)
         # The same method may be in several files, measured once here and three times there.

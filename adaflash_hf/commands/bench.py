@@ -168,7 +168,7 @@ def _tell_repeats(workloads: Sequence[Workload], settings: BenchSettings, consol
 
 def _check_methods(methods: Sequence[str]) -> None:
     """Before anything is loaded."""
-    from ..evaluation.bench_methods import split_method_name
+    from ..evaluation.bench_method_names import split_method_name
 
     for name in methods:
         split_method_name(name)
@@ -243,7 +243,8 @@ def _load(
 
     from ..embedded_target import load_target
     from ..evaluation.bench import describe_environment
-    from ..evaluation.bench_methods import BenchModels, needs_drafter
+    from ..evaluation.bench_method_names import needs_drafter
+    from ..evaluation.bench_methods import BenchModels
     from ..generation.prepacking import settle_prepacking
     from .loading import load_beside, load_drafter, load_models
 
@@ -272,7 +273,7 @@ def _load(
 
 def _check_models(methods: Sequence[str], target: str, drafter: str | None, extra: _Extra) -> None:
     """Before any of them is loaded."""
-    from ..evaluation.bench_methods import TRANSFORMERS_MTP, check_models_of_method, needs_drafter
+    from ..evaluation.bench_method_names import TRANSFORMERS_MTP, check_models_of_method, needs_drafter
     from ..evaluation.mtp import check_mtp_heads
     from ..modeling_confidence_head import ConfidenceHeadModel
     from .loading import check_checkpoint, check_target, find_drafter

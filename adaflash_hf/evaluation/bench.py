@@ -20,7 +20,9 @@ from ..embedded_target import default_dtype
 from ..errors import AdaFlashError, InvalidInputError, UnsupportedGenerationError
 from ..generation.prepacking import has_prepacked_layers
 from ..training.prompts import encode_prompts
-from .bench_methods import REFERENCE_METHODS, BenchMethod, BenchModels, EngineMethod, Sampling, build_method
+from .bench_method_builder import build_method
+from .bench_method_names import REFERENCE_METHODS
+from .bench_methods import BenchMethod, BenchModels, EngineMethod, Sampling
 from .bench_results import PLAIN, Agreement, BenchRow, MethodRun, summarise
 from .bench_turns import run_in_turns
 from .comparison import find_first_difference

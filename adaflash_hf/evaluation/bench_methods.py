@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +12,12 @@ import torch
 from transformers import GenerationConfig
 
 from ..errors import InvalidInputError
-from ..generation.confidence_policy import ConfidencePolicy
-from ..generation.cost_aware_policy import CostAwarePolicy
 from ..generation.engine import AdaFlashEngine
-from ..generation.length_policies import (
-    ENGINE_ACTIVATION_CONCURRENCY,
-    FixedLengthPolicy,
-    LengthHeadPolicy,
-    LengthPolicy,
-)
+from ..generation.length_policies import LengthPolicy
 from ..generation.oracle_policy import OraclePolicy
 from ..generation.statistics import GenerationStats
 from ..training.batched_decoding import eos_token_ids_of
-from .bench_results import PLAIN, Latency, MethodRun, merge_statistics
+from .bench_results import Latency, MethodRun, merge_statistics
 from .bench_timing import StepTimer, synchronize
 from .bench_turns import EngineRun
 from .lossless import left_padded, until_end
@@ -39,45 +32,14 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "DRAFTING_METHODS",
-    "METHODS",
-    "OSD",
-    "REFERENCE_METHODS",
-    "TRANSFORMERS_MTP",
     "BenchMethod",
     "BenchModels",
+    "ContinuousBatchingMethod",
     "EngineMethod",
     "GenerateMethod",
     "Sampling",
-    "build_method",
-    "check_models_of_method",
-    "needs_drafter",
-    "split_method_name",
     "stats_of_steps",
 ]
-
-# By heads of the target's own, which not every target has.
-TRANSFORMERS_MTP = "transformers_mtp"
-DRAFTING_METHODS = ("dflash", "adaflash", "confidence", "cost_aware", "oracle")
-REFERENCE_METHODS = (
-    "transformers",
-    "transformers_cb",
-    "prompt_lookup",
-    "transformers_dflash",
-    TRANSFORMERS_MTP,
-    "assistant",
-)
-# Whole blocks of another drafter, such as one that was adapted by online speculative decoding.
-OSD = "osd"
-METHODS = (PLAIN, *DRAFTING_METHODS, OSD, *REFERENCE_METHODS)
-_PARAMETERS: dict[str, Callable[[str], Any]] = {
-    "dflash": int,
-    "adaflash": float,
-    "confidence": float,
-    OSD: int,
-    "prompt_lookup": int,
-}
-_PROMPT_LOOKUP_TOKENS = 10
 
 
 @dataclass(frozen=True)
@@ -393,118 +355,3 @@ class ContinuousBatchingMethod(BenchMethod):
             token_latency=Latency.of(gaps),
             first_token=Latency.of(waits),
         )
-
-
-def build_method(name: str, models: BenchModels, via_generate: bool = False) -> BenchMethod:
-    """
-    Make a method.
-
-    Args:
-        name (`str`):
-            One of `METHODS`. Some take a parameter after a colon: `dflash:4` verifies four rows, `adaflash:1.5` is a
-            length scale, `confidence:0.8` a threshold, `prompt_lookup:5` a number of tokens.
-        models (`BenchModels`):
-            What to decode with.
-        via_generate (`bool`, *optional*, defaults to `False`):
-            Decode in `generate()`, on padded batches, in place of the engine. Needed for targets it cannot serve.
-    """
-    base, parameter = split_method_name(name)
-    check_models_of_method(
-        name,
-        has_drafter=models.drafter is not None,
-        has_length_head=models.drafter is not None and models.drafter.length_head is not None,
-        has_osd_drafter=models.osd_drafter is not None,
-        has_assistant=models.assistant is not None,
-    )
-    if base in REFERENCE_METHODS:
-        return _build_reference(base, name, parameter, models)
-    if base == OSD:
-        base, models = "dflash", replace(models, drafter=models.osd_drafter)
-    policy = None if base == PLAIN else _build_policy(base, parameter, models, via_generate)
-    if not via_generate:
-        return EngineMethod(name, models, policy)
-    return GenerateMethod(name, models, {} if policy is None else {"assistant_model": models.drafter}, policy=policy)
-
-
-def needs_drafter(name: str) -> bool:
-    """Whether a method, given with or without its parameter, decodes with the drafter."""
-    return split_method_name(name)[0] in (*DRAFTING_METHODS, "transformers_dflash")
-
-
-def split_method_name(name: str) -> tuple[str, str | None]:
-    """
-    A method and its parameter.
-
-    Args:
-        name (`str`):
-            Such as `"dflash"` or `"dflash:4"`.
-    """
-    base, _, parameter = name.partition(":")
-    if base not in METHODS:
-        raise InvalidInputError(f"`method` is {name!r}, expected one of {', '.join(METHODS)}.")
-    if parameter and base not in _PARAMETERS:
-        raise InvalidInputError(f"`method` is {name!r}, but {base} takes no parameter; write {base!r}.")
-    if parameter:
-        _parameter(base, parameter, _PARAMETERS[base], None)
-    return base, parameter or None
-
-
-def check_models_of_method(
-    name: str, *, has_drafter: bool, has_length_head: bool, has_osd_drafter: bool, has_assistant: bool
-) -> None:
-    """
-    Refuse a method that lacks a model, which need not be loaded for that.
-
-    Args:
-        name (`str`):
-            With or without its parameter.
-        has_drafter (`bool`), has_length_head (`bool`), has_osd_drafter (`bool`), has_assistant (`bool`):
-            What there is, see [`BenchModels`].
-    """
-    base, _ = split_method_name(name)
-    if needs_drafter(name) and not has_drafter:
-        raise InvalidInputError(f"`method` is {name!r}, which needs a drafter; pass one.")
-    if base == "adaflash" and not has_length_head:
-        raise InvalidInputError(
-            f"`method` is {name!r}, but the drafter has no length head; leave the method out, or train a head with "
-            "`adaflash train --only length-head`."
-        )
-    if base == OSD and not has_osd_drafter:
-        raise InvalidInputError(f"`method` is {name!r}, which needs a drafter of its own; pass --osd-drafter.")
-    if base == "assistant" and not has_assistant:
-        raise InvalidInputError("`method` is 'assistant', which needs a small model; pass --assistant.")
-
-
-def _parameter(name: str, text: str | None, kind: Callable[[str], Any], default: Any) -> Any:
-    try:
-        return default if text is None else kind(text)
-    except ValueError as error:
-        raise InvalidInputError(f"`method` is '{name}:{text}', but {text!r} is not a number.") from error
-
-
-def _build_policy(base: str, parameter: str | None, models: BenchModels, via_generate: bool) -> LengthPolicy:
-    if base == "dflash":
-        return FixedLengthPolicy(_parameter(base, parameter, int, None))
-    if base == "adaflash":
-        concurrency = 1 if via_generate else ENGINE_ACTIVATION_CONCURRENCY
-        return LengthHeadPolicy(_parameter(base, parameter, float, 1.3), activation_concurrency=concurrency)
-    if base == "confidence":
-        threshold = _parameter(base, parameter, float, 0.94)
-        return ConfidencePolicy(threshold, confidence_head=models.confidence_head)
-    return CostAwarePolicy(confidence_head=models.confidence_head) if base == "cost_aware" else OraclePolicy()
-
-
-def _build_reference(base: str, name: str, parameter: str | None, models: BenchModels) -> BenchMethod:
-    if base == "transformers_cb":
-        return ContinuousBatchingMethod(name, models)
-    if base == TRANSFORMERS_MTP:
-        from .mtp import MtpMethod  # it stands on a class of this module
-
-        return MtpMethod(name, models)
-    kwargs: dict[str, dict[str, Any]] = {
-        "transformers": {},
-        "prompt_lookup": {"prompt_lookup_num_tokens": _parameter(base, parameter, int, _PROMPT_LOOKUP_TOKENS)},
-        "transformers_dflash": {"assistant_model": models.drafter, "speculation_type": "dflash"},
-        "assistant": {"assistant_model": models.assistant},
-    }
-    return GenerateMethod(name, models, kwargs[base], single=base != "transformers")

@@ -15,7 +15,8 @@ from ..errors import InvalidInputError
 from ..generation.prepacking import has_prepacked_layers, prepack_linear_layers
 from ..generation.statistics import GenerationStats
 from ..hub_connection import hub_or_cache
-from .bench_methods import TRANSFORMERS_MTP, BenchModels, GenerateMethod, stats_of_steps
+from .bench_method_names import TRANSFORMERS_MTP
+from .bench_methods import BenchModels, GenerateMethod, stats_of_steps
 from .bench_results import MethodRun
 from .bench_timing import StepTimer
 

@@ -11,7 +11,9 @@ from simulated_rounds import simulated_table
 from tiny_models import tiny_drafter, tiny_target
 
 from adaflash_hf import CostAwarePolicy, InvalidInputError
-from adaflash_hf.evaluation.bench_methods import METHODS, BenchModels, Sampling, build_method, needs_drafter
+from adaflash_hf.evaluation.bench_method_builder import build_method
+from adaflash_hf.evaluation.bench_method_names import METHODS, needs_drafter
+from adaflash_hf.evaluation.bench_methods import BenchModels, Sampling
 from adaflash_hf.evaluation.bench_results import summarise
 
 
@@ -43,10 +45,10 @@ def expected() -> list[list[int]]:
 @pytest.fixture(autouse=True)
 def known_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Saves measuring costs."""
-    from adaflash_hf.evaluation import bench_methods
+    from adaflash_hf.evaluation import bench_method_builder
 
     monkeypatch.setattr(
-        bench_methods, "CostAwarePolicy", lambda **kwargs: CostAwarePolicy(table=simulated_table(), **kwargs)
+        bench_method_builder, "CostAwarePolicy", lambda **kwargs: CostAwarePolicy(table=simulated_table(), **kwargs)
     )
 
 

@@ -14,7 +14,8 @@ from transformers.modeling_layers import MtpModel
 
 from adaflash_hf.cli import main
 from adaflash_hf.errors import InvalidInputError
-from adaflash_hf.evaluation.bench_methods import BenchModels, build_method
+from adaflash_hf.evaluation.bench_method_builder import build_method
+from adaflash_hf.evaluation.bench_methods import BenchModels
 from adaflash_hf.evaluation.mtp import check_mtp_heads
 
 
