@@ -1,0 +1,129 @@
+"""Numbers in the README and the documentation are those of `results/`: each sentence is made anew and looked up."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def results(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "results" / name / "results.json").read_text(encoding="utf-8"))
+
+
+def speedup(name: str, workload: str, concurrency: int, method: str = "cost_aware", **labels: Any) -> str:
+    wanted = {"workload": workload, "concurrency": concurrency, "method": method, **labels}
+    (row,) = (row for row in results(name)["results"] if wanted.items() <= row.items())
+    return f"{row['speedup']:.2f}"
+
+
+def taus_by_row(name: str, comparison: str) -> dict[str, list[float]]:
+    """Of each row of an ablation, seed by seed."""
+    data = results(name)
+    of_key: dict[str, list[float]] = defaultdict(list)
+    for run in sorted(data["runs"], key=lambda run: run["seed"]):
+        of_key[run["key"]].append(run["metrics"]["acceptance_length"])
+    return {row: of_key[settings["key"]] for row, settings in data["comparisons"][comparison].items()}
+
+
+def difference(taus: dict[str, list[float]], row: str, reference: str) -> str:
+    """Within a seed, as the tables have it."""
+    values = [one - other for one, other in zip(taus[row], taus[reference], strict=True)]
+    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
+
+
+def concurrency_sentence() -> str:
+    return (
+        f"`cost_aware` gains {speedup('methods', 'gsm8k', 8)}x with 8 requests at once and "
+        f"{speedup('methods', 'gsm8k', 32)}x with 32"
+    )
+
+
+def many_requests_sentence() -> str:
+    pairs = [
+        f"{speedup('many-requests', workload, 64)} and {speedup('many-requests', workload, 128)}"
+        for workload in ("gsm8k", "humaneval", "vicuna")
+    ]
+    return f"it runs at {pairs[0]} of plain decoding on maths, {pairs[1]} on code, and {pairs[2]} on chat"
+
+
+def domains_sentence() -> str:
+    maths, code, chat = (speedup("domains", workload, 1) for workload in ("gsm8k", "humaneval", "vicuna"))
+    return f"One request at a time gains {maths}x on maths, {code}x on code and {chat}x on chat"
+
+
+def online_sentence() -> str:
+    """Before the first round in which a domain was served, and after the last, over the seeds."""
+    taus: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for run in results("online")["runs"]:
+        if run["method"] != "adaflash":
+            continue
+        for domain in ("code", "chat"):
+            served = [index for index, one in enumerate(run["rounds"]) if one["domain"] == domain]
+            for when, index in (("before", served[0] - 1), ("after", served[-1])):
+                taus[domain, when].append(run["rounds"][index]["held_out"][domain]["acceptance_length"])
+    mean = {key: f"{statistics.mean(values):.2f}" for key, values in taus.items()}
+    return (
+        f"rose from {mean['code', 'before']} to {mean['code', 'after']} on code and from {mean['chat', 'before']} to "
+        f"{mean['chat', 'after']} on chat"
+    )
+
+
+def objectives_sentence() -> str:
+    taus = {row: statistics.mean(values) for row, values in taus_by_row("mixture", "objective").items()}
+    alone = {"before training", "reverse KL", "reverse KL, entries clipped", "expected acceptance"}
+    others = [tau for row, tau in taus.items() if row not in alone]
+    assert max(taus[row] for row in alone) < min(others) - 0.1  # "are far behind"
+    return f"end between {min(others):.3f} and {max(others):.3f} of tau"
+
+
+def clipping_sentence() -> str:
+    gained = difference(taus_by_row("clipping", "clip"), "nothing", "each entry (paper)")
+    return f"without it tau is higher by {gained} within a seed"
+
+
+def alpha_sentence() -> str:
+    taus = {row: statistics.mean(values) for row, values in taus_by_row("alpha", "hard_label_weight").items()}
+    most = max(abs(tau - taus["α = 0.8"]) for row, tau in taus.items() if row != "α = 0")
+    return f"changes tau by no more than {most:.3f} between 0.2 and 1"
+
+
+def decay_sentence() -> str:
+    taus = taus_by_row("decay", "position_decay")
+    lost = statistics.mean(taus["the default"]) - statistics.mean(taus["no decay"])
+    gained = difference(taus, "1 slot", "the default")
+    return f"none at all costs {lost:.3f} of tau, and a decay of 1 slot gains {gained} over the default of 2"
+
+
+def vocabulary_sentence() -> str:
+    taus = {row: f"{statistics.mean(values):.3f}" for row, values in taus_by_row("vocabulary", "vocabulary").items()}
+    return (
+        f"tau is {taus['2048 tokens']} with the 2,048 commonest tokens, {taus['8192 tokens']} with 8,192 and "
+        f"{taus['all tokens']} with all 49,152"
+    )
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence"),
+    [
+        ("README.md", concurrency_sentence),
+        ("README.md", many_requests_sentence),
+        ("README.md", domains_sentence),
+        ("README.md", online_sentence),
+        ("docs/training.md", objectives_sentence),
+        ("docs/training.md", clipping_sentence),
+        ("docs/training.md", alpha_sentence),
+        ("docs/training.md", decay_sentence),
+        ("docs/training.md", vocabulary_sentence),
+    ],
+)
+def test_what_is_said_was_measured(page, sentence):
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert sentence() in text
