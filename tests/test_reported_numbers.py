@@ -110,6 +110,55 @@ def vocabulary_sentence() -> str:
     )
 
 
+def percent(shares: list[float], position: int) -> str:
+    return f"{100 * shares[position]:.0f} %"
+
+
+def positions_sentence() -> str:
+    shares = [row["acceptance_by_position"] for row in results("positions")["results"] if row["method"] == "dflash"]
+    first, last = ([percent(of_workload, position) for of_workload in shares] for position in (0, -1))
+    return (
+        f"accepted in {first[0]} of the rounds on maths, {first[1]} on code and {first[2]} on chat, the last of seven "
+        f"in {last[0]}, {last[1]} and {last[2]}"
+    )
+
+
+def sampling_sentence() -> str:
+    gains = [
+        [speedup("sampling", f"{workload}, {drafts} drafts", 1) for workload in ("gsm8k", "vicuna")]
+        for drafts in ("argmax", "sampled")
+    ]
+    return (
+        f"gains {gains[0][0]}x on maths and {gains[0][1]}x on chat with the likeliest drafts, and {gains[1][0]}x and "
+        f"{gains[1][1]}x with sampled ones"
+    )
+
+
+def long_sentence() -> str:
+    gains = [speedup("long", f"vicuna, {count} tokens", 1) for count in (128, 512, 1024)]
+    return f"gains {gains[0]}x over 128 tokens, {gains[1]}x over 512 and {gains[2]}x over 1024"
+
+
+def gamma_sentence() -> str:
+    def of_scales(concurrency: int) -> str:
+        scales = ("1.0", "1.15", "1.3", "1.6", "2.0")
+        *gains, last = (f"{speedup('gamma', 'gsm8k', concurrency, f'adaflash:{scale}')}x" for scale in scales)
+        return f"{', '.join(gains)} and {last} with {concurrency}"
+
+    whole = [speedup("gamma", "gsm8k", concurrency, "dflash") for concurrency in (16, 32)]
+    return f"give {of_scales(16)} requests and {of_scales(32)}; whole blocks {whole[0]}x and {whole[1]}x"
+
+
+def causal_sentence() -> str:
+    both, causal = (f"{statistics.mean(taus):.3f}" for taus in taus_by_row("causal", "block").values())
+    return f"tau is {both} both ways and {causal} with causal blocks of 4"
+
+
+def start_sentence() -> str:
+    gained = difference(taus_by_row("scratch", "start"), "at random", "the target's layers")
+    return f"end at a tau that is {gained} higher"
+
+
 @pytest.mark.parametrize(
     ("page", "sentence"),
     [
@@ -122,6 +171,12 @@ def vocabulary_sentence() -> str:
         ("docs/training.md", alpha_sentence),
         ("docs/training.md", decay_sentence),
         ("docs/training.md", vocabulary_sentence),
+        ("docs/evaluation.md", positions_sentence),
+        ("docs/evaluation.md", sampling_sentence),
+        ("docs/evaluation.md", long_sentence),
+        ("docs/evaluation.md", gamma_sentence),
+        ("docs/evaluation.md", causal_sentence),
+        ("docs/evaluation.md", start_sentence),
     ],
 )
 def test_what_is_said_was_measured(page, sentence):
