@@ -61,6 +61,12 @@ class Forecast:
     rates: np.ndarray
     buckets: np.ndarray
 
+    def followed_by(self, newer: Forecast, most: int) -> Forecast:
+        """The newest blocks of both, at most so many."""
+        return Forecast(
+            np.concatenate([self.rates, newer.rates])[-most:], np.concatenate([self.buckets, newer.buckets])[-most:]
+        )
+
 
 def confidence_head_of(drafter: Any) -> ConfidenceHeadModel | None:
     """The confidence head that a drafter carries, if any."""

@@ -20,6 +20,7 @@ from .cost_table import CostTable
 from .length_optimum import best_lengths, mean_of_best
 from .length_policies import LengthPolicy, RoundContext, RoundOutcome
 from .round_costs import RoundCosts, magnitude, num_padded_rows
+from .trial_budget import TrialBudget
 
 
 if TYPE_CHECKING:
@@ -50,12 +51,8 @@ _UPKEEP = 0.02
 # they are few; more often is not worth its time.
 _KEPT_ROUNDS = 8
 _KEPT_SHARE = 8
-# Trials in a row that found what was expected halve the time that trials may cost, so many times at most.
-_MOST_HALVINGS = 2
 # Beside prompts nobody sees what drafts cost, so that trials there say less: share of the time that they may cost.
 _UNSEEN_SHARE = 0.5
-# A trial that lost less than this share of its time may have had bad luck.
-_CLEAR_LOSS = 0.1
 # Share of what a token costs in a plain round of many requests that it costs the drafter to read it later.
 _CATCHING_UP = 0.02
 # Times what was expected, beyond which a round is not long for what was done in it.
@@ -80,8 +77,7 @@ _LEARNED = (
     "_costs",
     "_forecaster",
     "_recent",
-    "_budget_s",
-    "_confirmations",
+    "_budget",
     "_rounds_unpaid",
     "_rounds_plain",
     "_rounds_kept",
@@ -192,8 +188,7 @@ class CostAwarePolicy(LengthPolicy):
         """Starts with nothing observed."""
         self._costs = None if self._given_table is None else RoundCosts(self._given_table)
         self._recent: Forecast | None = None
-        self._budget_s = 0.0
-        self._confirmations: dict[tuple[int, bool], int] = {}
+        self._budget = TrialBudget()
         self._rounds_unpaid = 0
         self._rounds_plain = 0
         self._rounds_kept = 0
@@ -244,7 +239,7 @@ class CostAwarePolicy(LengthPolicy):
             lost_s = plain_s - num_active / outlook.tok_per_s
         else:
             lost_s = self._trial(outlook, num_active).lost_s
-        return is_draft_better != (self._budget_s >= lost_s)
+        return is_draft_better != (self._budget.seconds >= lost_s)
 
     def most_drafted(self, num_active: int) -> int:
         outlook = self._outlook(num_active)
@@ -278,7 +273,8 @@ class CostAwarePolicy(LengthPolicy):
 
     def drafter_changed(self) -> None:
         for learned in (vars(self), *self._others.values()):
-            learned.update(_recent=None, _rounds_unpaid=0, _confirmations={}, _kept={}, _num_rounds=0)
+            learned.update(_recent=None, _rounds_unpaid=0, _kept={}, _num_rounds=0)
+            learned["_budget"].forget_confirmations()
             if learned["_forecaster"] is not None:
                 learned["_forecaster"].drafter_changed()
 
@@ -458,20 +454,11 @@ class CostAwarePolicy(LengthPolicy):
             is_as_expected = self._is_catching_up(context, outcome) or not costs.has_timed_plain(num_active)
             longest_s = (1.0 if is_as_expected else _LONGEST_ROUND) * expected_s
             round_s, committed = min(outcome.round_s, longest_s), outcome.committed
-        key = (magnitude(num_active), is_draft_better)
-        lost_s = 0.0
-        # A round on the better side may have bad luck; only trials are paid for. Those that win make good for what
-        # others lost, and save nothing up.
         is_of_others = self._wanted_draft and not outcome.drafted  # who found that no request was worth it
-        if outcome.drafted != is_draft_better and not is_of_others:
-            lost_s = max(round_s - committed / tok_per_s, min(self._budget_s, 0.0))
-            is_clear = lost_s > _CLEAR_LOSS * round_s
-            self._confirmations[key] = self._confirmations.get(key, 0) + 1 if is_clear else 0
-        halvings = min(self._confirmations.get(key, 0), _MOST_HALVINGS)
-        share = self.exploration_share / 2**halvings
-        if outcome.round_s is None:
-            share *= _UNSEEN_SHARE
-        self._budget_s += share * round_s - lost_s
+        is_trial = outcome.drafted != is_draft_better and not is_of_others
+        share = self.exploration_share * (_UNSEEN_SHARE if outcome.round_s is None else 1.0)
+        trial_lost_s = round_s - committed / tok_per_s if is_trial else None
+        self._budget.book((magnitude(num_active), is_draft_better), round_s, share, trial_lost_s)
 
     def _is_catching_up(self, context: RoundContext, outcome: RoundOutcome) -> bool:
         """Whether the drafter had what many requests said in several rounds to read, which costs more than drafting in
@@ -496,17 +483,8 @@ class CostAwarePolicy(LengthPolicy):
     def _learn_acceptance(self, choice: _Choice, outcome: RoundOutcome) -> None:
         assert self._forecaster is not None
         self._forecaster.learn(choice.forecast, outcome.verify_lengths, outcome.accepted, outcome.ended)
-        self._remember(choice.forecast)
-
-    def _remember(self, forecast: Forecast) -> None:
         recent = self._recent
-        if recent is None:
-            self._recent = forecast
-            return
-        self._recent = Forecast(
-            np.concatenate([recent.rates, forecast.rates])[-_REMEMBERED_BLOCKS:],
-            np.concatenate([recent.buckets, forecast.buckets])[-_REMEMBERED_BLOCKS:],
-        )
+        self._recent = choice.forecast if recent is None else recent.followed_by(choice.forecast, _REMEMBERED_BLOCKS)
 
 
 def _index_of(lengths: Sequence[int], is_packed: bool) -> int:

@@ -338,11 +338,11 @@ def test_beside_a_prompt_drafts_are_charged_for_what_they_took() -> None:
     for draft_s in (None, 1e-6, 0.1, 30.0):
         policy = cost_aware()
         Simulation(always(0.05), always(32)).run(policy, 200)
-        before = policy._budget_s
+        before = policy._budget.seconds
         context = RoundContext([8] * 4, 32)
         policy.choose(stand_in_drafter(), torch.full((4, 8, 2), 0.2), context)
         policy.observe_round(context, RoundOutcome([4] * 4, [0] * 4, [False] * 4, True, 32, None, draft_s))
-        spent.append(before - policy._budget_s)
+        spent.append(before - policy._budget.seconds)
     assert spent[0] == spent[1]  # at least what the table says
     assert spent[2] - spent[0] == pytest.approx(0.1 - SMALL_CPU.draft_seconds(4), rel=0.05)
     assert spent[2] < spent[3] < 0.5  # something else had the machine
