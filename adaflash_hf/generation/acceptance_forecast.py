@@ -68,9 +68,9 @@ class Forecast:
         )
 
 
-def confidence_head_of(drafter: Any) -> ConfidenceHeadModel | None:
-    """The confidence head that a drafter carries, if any."""
-    return getattr(drafter, "confidence_head", None)
+def confidence_head_of(drafter: Any, given: ConfidenceHeadModel | None = None) -> ConfidenceHeadModel | None:
+    """The confidence head that was given in place of the drafter's own, or that, if there is any."""
+    return given or getattr(drafter, "confidence_head", None)
 
 
 def geometric_rates(expected: np.ndarray, draft_length: int) -> np.ndarray:
@@ -145,7 +145,7 @@ class AcceptanceForecaster:
         """
         num_drafts = self.num_drafts_in(hidden_states)
         slots, whole = np.arange(self.draft_length), (self.draft_length - 1) * self._part_size
-        head = self._confidence_head or confidence_head_of(drafter)
+        head = confidence_head_of(drafter, self._confidence_head)
         if head is not None:
             self._use("confidence_head")
             probabilities = np.nan_to_num(head(hidden_states).probabilities.float().cpu().numpy())

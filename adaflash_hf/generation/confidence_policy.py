@@ -55,7 +55,7 @@ class ConfidencePolicy(LengthPolicy):
         return self._head_of(drafter) is None
 
     def _head_of(self, drafter: DFlashDrafterModel) -> ConfidenceHeadModel | None:
-        return self._confidence_head or confidence_head_of(drafter)
+        return confidence_head_of(drafter, self._confidence_head)
 
     @torch.no_grad()
     def choose_lengths(

@@ -220,7 +220,7 @@ class CostAwarePolicy(LengthPolicy):
     # Choosing
 
     def needs_likeliest(self, drafter: DFlashDrafterModel) -> bool:
-        return self._reads_probabilities and (self._confidence_head or confidence_head_of(drafter)) is None
+        return self._reads_probabilities and confidence_head_of(drafter, self._confidence_head) is None
 
     def begin_round(self, num_prefilled: int) -> None:
         self._is_prefilling = num_prefilled > 0
