@@ -20,10 +20,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, unquote, urlparse
 
-import pytest
 from huggingface_hub import constants
+
+
+if TYPE_CHECKING:
+    import pytest
 
 
 class HubServer(ThreadingHTTPServer):
