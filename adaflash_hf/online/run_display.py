@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -124,8 +125,10 @@ def _trainer_line(trainer: Mapping[str, Any]) -> str:
 def _acceptance_table(snapshot: Mapping[str, Any]) -> Table:
     history = snapshot["acceptance_history"]
     pieces = len(next(iter(history["domains"].values())))
-    table = Table(title="Served acceptance length (tau) by domain, oldest to newest")
-    table.add_column("domain")
+    # Ten pieces of time fit into 80 columns without lines between them.
+    title = "Served acceptance length (tau) by domain, oldest to newest"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("domain", no_wrap=True)
     for piece in range(pieces):
         ago_s = snapshot["time_s"] - history["first_s"] - piece * history["piece_s"]
         table.add_column(f"-{format_duration(max(ago_s, 0))}", justify="right", overflow="fold")
@@ -135,7 +138,7 @@ def _acceptance_table(snapshot: Mapping[str, Any]) -> Table:
 
 
 def _rounds_table(history: list[Mapping[str, Any]]) -> Table:
-    table = Table(title="Rounds")
+    table = Table(title="Rounds", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("round", "outcome", "version", "trajectories", "held-out tau", "loss", "training", "round in all"):
         table.add_column(heading, overflow="fold")
     for entry in history:
