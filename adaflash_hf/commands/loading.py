@@ -151,8 +151,8 @@ def check_fits(config: DFlashDrafterConfig, target: str) -> None:
     from ..serving.formats import TargetFiles
     from ..serving.target_fit import check_fit
 
-    # What is wrong with the target itself is for those who load it to say.
-    with suppress(InvalidInputError, ImportError):
+    # What is wrong with the target itself, or not supported, is for those who load it to say.
+    with suppress(InvalidInputError, ImportError, RuntimeError, KeyError, AttributeError, TypeError):
         check_fit(config, TargetFiles(target))
 
 

@@ -55,7 +55,7 @@ class TargetFiles:
         """
         try:
             with hub_or_cache(self.path):
-                return AutoConfig.from_pretrained(self.path, **self._hub)
+                return AutoConfig.from_pretrained(self.path, trust_remote_code=False, **self._hub)
         except (OSError, ValueError, KeyError, StrictDataclassError) as error:
             reason = first_line(error)
             raise InvalidInputError(
