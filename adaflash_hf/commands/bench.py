@@ -168,10 +168,10 @@ def _tell_repeats(workloads: Sequence[Workload], settings: BenchSettings, consol
 
 def _check_methods(methods: Sequence[str]) -> None:
     """Before anything is loaded."""
-    from ..evaluation.bench_method_names import split_method_name
+    from ..evaluation.bench_method_builder import check_method
 
     for name in methods:
-        split_method_name(name)
+        check_method(name)
 
 
 def _tell_skipped(report: BenchReport, console: Console) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..generation.confidence_policy import ConfidencePolicy
 from ..generation.cost_aware_policy import CostAwarePolicy
@@ -15,6 +15,7 @@ from ..generation.length_policies import (
 )
 from ..generation.oracle_policy import OraclePolicy
 from .bench_method_names import (
+    DRAFTING_METHODS,
     OSD,
     REFERENCE_METHODS,
     TRANSFORMERS_MTP,
@@ -27,7 +28,11 @@ from .bench_results import PLAIN
 from .mtp import MtpMethod
 
 
-__all__ = ["build_method"]
+if TYPE_CHECKING:
+    from ..modeling_confidence_head import ConfidenceHeadModel
+
+
+__all__ = ["build_method", "check_method"]
 
 _PROMPT_LOOKUP_TOKENS = 10
 
@@ -57,13 +62,29 @@ def build_method(name: str, models: BenchModels, via_generate: bool = False) -> 
         return _build_reference(base, name, parameter, models)
     if base == OSD:
         base, models = "dflash", replace(models, drafter=models.osd_drafter)
-    policy = None if base == PLAIN else _build_policy(base, parameter, models, via_generate)
+    policy = None if base == PLAIN else _build_policy(base, parameter, models.confidence_head, via_generate)
     if not via_generate:
         return EngineMethod(name, models, policy)
     return GenerateMethod(name, models, {} if policy is None else {"assistant_model": models.drafter}, policy=policy)
 
 
-def _build_policy(base: str, parameter: str | None, models: BenchModels, via_generate: bool) -> LengthPolicy:
+def check_method(name: str) -> None:
+    """
+    Refuse a name, or a parameter in it, that no models make good.
+
+    Args:
+        name (`str`):
+            With or without its parameter.
+    """
+    base, parameter = split_method_name(name)
+    base = "dflash" if base == OSD else base
+    if base in DRAFTING_METHODS:
+        _build_policy(base, parameter, None, False)
+
+
+def _build_policy(
+    base: str, parameter: str | None, confidence_head: ConfidenceHeadModel | None, via_generate: bool
+) -> LengthPolicy:
     if base == "dflash":
         return FixedLengthPolicy(parameter_of_method(base, parameter, None))
     if base == "adaflash":
@@ -71,8 +92,8 @@ def _build_policy(base: str, parameter: str | None, models: BenchModels, via_gen
         return LengthHeadPolicy(parameter_of_method(base, parameter, 1.3), activation_concurrency=concurrency)
     if base == "confidence":
         threshold = parameter_of_method(base, parameter, 0.94)
-        return ConfidencePolicy(threshold, confidence_head=models.confidence_head)
-    return CostAwarePolicy(confidence_head=models.confidence_head) if base == "cost_aware" else OraclePolicy()
+        return ConfidencePolicy(threshold, confidence_head=confidence_head)
+    return CostAwarePolicy(confidence_head=confidence_head) if base == "cost_aware" else OraclePolicy()
 
 
 def _build_reference(base: str, name: str, parameter: str | None, models: BenchModels) -> BenchMethod:

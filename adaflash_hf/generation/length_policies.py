@@ -319,7 +319,7 @@ class LengthHeadPolicy(LengthPolicy):
     """
 
     def __init__(self, length_scale: float = 1.3, min_verify_length: int = 2, activation_concurrency: int = 1):
-        if length_scale <= 0:
+        if not 0 < length_scale < math.inf:
             raise InvalidInputError(f"`length_scale` is {length_scale}, expected a positive number (1.3 is usual).")
         if min_verify_length < 1:
             raise InvalidInputError(f"`min_verify_length` is {min_verify_length}, expected 1 or more.")

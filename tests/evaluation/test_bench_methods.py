@@ -11,7 +11,7 @@ from simulated_rounds import simulated_table
 from tiny_models import tiny_drafter, tiny_target
 
 from adaflash_hf import CostAwarePolicy, InvalidInputError
-from adaflash_hf.evaluation.bench_method_builder import build_method
+from adaflash_hf.evaluation.bench_method_builder import build_method, check_method
 from adaflash_hf.evaluation.bench_method_names import METHODS, needs_drafter
 from adaflash_hf.evaluation.bench_methods import BenchModels, Sampling
 from adaflash_hf.evaluation.bench_results import summarise
@@ -98,6 +98,22 @@ def test_parameters_reach_the_policy() -> None:
     assert run.stats is not None and max(run.stats.verify_lengths) == 3
     for name, attribute, value in [("adaflash:2.5", "length_scale", 2.5), ("confidence:0.5", "threshold", 0.5)]:
         assert getattr(build_method(name, models())._policy, attribute) == value  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dflash:0", "`verify_length` is 0"),
+        ("osd:0", "`verify_length` is 0"),
+        ("adaflash:-1", "`length_scale` is -1.0"),
+        ("adaflash:nan", "`length_scale` is nan"),
+        ("confidence:2", "`threshold` is 2.0"),
+        ("confidence:nan", "`threshold` is nan"),
+    ],
+)
+def test_wrong_parameters_are_refused_without_models(name: str, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        check_method(name)
 
 
 def test_one_prompt_at_a_time() -> None:
