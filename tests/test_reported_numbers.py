@@ -76,6 +76,18 @@ def online_sentence() -> str:
     )
 
 
+def online_row(title: str, method: str) -> str:
+    """Held-out tau after the last round of a phase, over the seeds, as docs/online.md shows it."""
+    runs = [run["rounds"] for run in results("online")["runs"] if run["method"] == method]
+
+    def after(phase: int, domain: str) -> str:
+        last = [[one for one in rounds if one["phase"] == phase][-1] for rounds in runs]
+        return f"{statistics.mean(one['held_out'][domain]['acceptance_length'] for one in last):.2f}"
+
+    shown = ((0, "code"), (1, "chat"), (0, "maths"), (1, "code"), (2, "maths"))
+    return " | ".join([f"| {title}", *(after(*each) for each in shown)])
+
+
 def objectives_sentence() -> str:
     taus = {row: statistics.mean(values) for row, values in taus_by_row("mixture", "objective").items()}
     alone = {"before training", "reverse KL", "reverse KL, entries clipped", "expected acceptance"}
@@ -182,3 +194,17 @@ def start_sentence() -> str:
 def test_what_is_said_was_measured(page, sentence):
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
     assert sentence() in text
+
+
+@pytest.mark.parametrize(
+    ("title", "method"),
+    [
+        ("left as it is", "static"),
+        ("OSD (forward KL)", "osd"),
+        ("AdaFlash", "adaflash"),
+        ("AdaFlash, `--balanced`", "adaflash-balanced"),
+        ("AdaFlash, `--lora-rank`", "adaflash-lora"),
+    ],
+)
+def test_what_adaptation_gained_was_measured(title, method):
+    assert online_row(title, method) in (ROOT / "docs/online.md").read_text(encoding="utf-8")
