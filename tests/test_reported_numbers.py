@@ -171,6 +171,31 @@ def start_sentence() -> str:
     return f"end at a tau that is {gained} higher"
 
 
+def cross_domain_sentence() -> str:
+    taus = results("cross-domain")["acceptance_length"]
+
+    def change(trained: str, judged: str) -> str:
+        return f"{abs(100 * (taus[trained][judged] / taus['before'][judged] - 1)):.0f} %"
+
+    return (
+        f"gains {change('code', 'code')} of tau on code when it is trained on code and loses {change('code', 'maths')} "
+        f"on maths and {change('code', 'chat')} on chat; trained on chat it gains {change('chat', 'chat')} on chat and "
+        f"{change('chat', 'code')} on code and loses {change('chat', 'maths')} on maths"
+    )
+
+
+def concurrency_by_method_sentence() -> str:
+    def of(method: str) -> list[str]:
+        return [speedup("methods", "gsm8k", concurrency, method) for concurrency in (1, 8, 32)]
+
+    ours, whole, head = of("cost_aware"), of("dflash"), of("adaflash")
+    return (
+        f"`results/methods` has {ours[0]} for one request, {ours[1]} for 8 and {ours[2]} for 32, with 256 tokens at "
+        f"most, where whole blocks reach {whole[0]}, {whole[1]} and {whole[2]} and the length head {head[0]}, {head[1]} and "
+        f"{head[2]}"
+    )
+
+
 @pytest.mark.parametrize(
     ("page", "sentence"),
     [
@@ -189,6 +214,8 @@ def start_sentence() -> str:
         ("docs/evaluation.md", gamma_sentence),
         ("docs/evaluation.md", causal_sentence),
         ("docs/evaluation.md", start_sentence),
+        ("docs/evaluation.md", cross_domain_sentence),
+        ("docs/concurrency.md", concurrency_by_method_sentence),
     ],
 )
 def test_what_is_said_was_measured(page, sentence):
