@@ -177,10 +177,11 @@ def cross_domain_sentence() -> str:
     def change(trained: str, judged: str) -> str:
         return f"{abs(100 * (taus[trained][judged] / taus['before'][judged] - 1)):.0f} %"
 
+    code, chat = ({judged: change(trained, judged) for judged in taus["before"]} for trained in ("code", "chat"))
     return (
-        f"gains {change('code', 'code')} of tau on code when it is trained on code and loses {change('code', 'maths')} "
-        f"on maths and {change('code', 'chat')} on chat; trained on chat it gains {change('chat', 'chat')} on chat and "
-        f"{change('chat', 'code')} on code and loses {change('chat', 'maths')} on maths"
+        f"gains {code['code']} of tau on code when it is trained on code and loses {code['maths']} on maths and "
+        f"{code['chat']} on chat; trained on chat it gains {chat['chat']} on chat and {chat['code']} on code and "
+        f"loses {chat['maths']} on maths"
     )
 
 
@@ -191,8 +192,8 @@ def concurrency_by_method_sentence() -> str:
     ours, whole, head = of("cost_aware"), of("dflash"), of("adaflash")
     return (
         f"`results/methods` has {ours[0]} for one request, {ours[1]} for 8 and {ours[2]} for 32, with 256 tokens at "
-        f"most, where whole blocks reach {whole[0]}, {whole[1]} and {whole[2]} and the length head {head[0]}, {head[1]} and "
-        f"{head[2]}"
+        f"most, where whole blocks reach {whole[0]}, {whole[1]} and {whole[2]} and the length head {head[0]}, "
+        f"{head[1]} and {head[2]}"
     )
 
 

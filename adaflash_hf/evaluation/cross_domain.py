@@ -100,7 +100,8 @@ def plot_cross_domain(results: Mapping[str, Any], path: str | Path) -> list[Path
     image = panel.imshow(values, cmap="viridis")
     for y, row in enumerate(values):
         for x, value in enumerate(row):
-            panel.text(x, y, f"{value:.2f}", ha="center", va="center", color="white")
+            color = "black" if image.norm(value) > 0.5 else "white"  # against viridis, which ends in yellow
+            panel.text(x, y, f"{value:.2f}", ha="center", va="center", color=color)
     panel.set_xticks(range(len(domains)), domains)
     panel.set_yticks(range(len(taus)), list(taus))
     panel.set(xlabel="judged on", ylabel="trained on")
