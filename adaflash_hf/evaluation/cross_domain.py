@@ -98,9 +98,10 @@ def plot_cross_domain(results: Mapping[str, Any], path: str | Path) -> list[Path
     figure: Figure = matplotlib_figure()(figsize=(2 + 1.2 * len(domains), 1.5 + 0.7 * len(taus)), layout="constrained")
     panel = figure.subplots()
     image = panel.imshow(values, cmap="viridis")
+    middle = (min(map(min, values)) + max(map(max, values))) / 2
     for y, row in enumerate(values):
         for x, value in enumerate(row):
-            color = "black" if image.norm(value) > 0.5 else "white"  # against viridis, which ends in yellow
+            color = "black" if value > middle else "white"  # against viridis, which ends in yellow
             panel.text(x, y, f"{value:.2f}", ha="center", va="center", color=color)
     panel.set_xticks(range(len(domains)), domains)
     panel.set_yticks(range(len(taus)), list(taus))
