@@ -121,6 +121,7 @@ def objectives(
     from ..output_places import check_writable
     from ..training.run_records import write_run_record
     from ..training.trajectory_dataset import add_target_features, check_stored_features
+    from .loading import check_checkpoint, check_trajectories, tell_other_makers
 
     if (init is None) != from_scratch:
         raise InvalidInputError(
@@ -149,8 +150,10 @@ def objectives(
         "learning_rate": learning_rate,
     }
     fixed: dict[str, Any] = {
+        "target": target,
         "trained": head_drafter if Compare.HEADS in wanted else None,
         "trajectories": [str(path) for path in trajectories],
+        "trajectories_sha256": dataset.fingerprint,
         "train_trajectories": len(data.train),
         "held_out_trajectories": len(data.held_out),
         "steps": steps,
@@ -159,10 +162,15 @@ def objectives(
         "eval_anchors": eval_anchors,
     }
     read_finished_runs(out / RUNS, fixed)
+    check_trajectories(dataset, target, features.value)
+    for option, path in (("--init", init), ("--head-drafter", fixed["trained"])):
+        if path is not None:
+            check_checkpoint(path, option, target=target)
     started = None if init is None else _load_float32(init, "--init")
     trained = None if fixed["trained"] is None else _load_float32(fixed["trained"], "--head-drafter")
     check_stored_features(dataset, features.value, None if started is None else started.config.target_layer_ids)
     console = Console(markup=False)  # names and places may have brackets
+    tell_other_makers(trajectories, target, console.print)
     target_model, tokenizer = load_target(target, dtype.value, device=device, on_progress=console.print)
     new_drafter = _starts(started, sizes, target_model, tokenizer)
     example = new_drafter(0)
@@ -204,7 +212,14 @@ def length_head(
     from ..modeling_length_head import LengthHeadModel
     from ..output_places import check_writable
     from ..training.trajectory_dataset import add_target_features, check_stored_features
-    from .loading import check_checkpoint, find_drafter, load_beside, load_drafter
+    from .loading import (
+        check_checkpoint,
+        check_trajectories,
+        find_drafter,
+        load_beside,
+        load_drafter,
+        tell_other_makers,
+    )
 
     drafter = find_drafter(target, drafter)
     named_heads, named_confidences = _named(head, "--head"), _named(confidence_head, "--confidence-head")
@@ -216,8 +231,10 @@ def length_head(
         check_checkpoint(path, "--head", LengthHeadModel)
     for path in named_confidences.values():
         check_checkpoint(path, "--confidence-head", ConfidenceHeadModel)
+    check_trajectories(dataset, target, features.value)
     check_stored_features(dataset, features.value, layer_ids)
     console = Console(markup=False)  # names and places may have brackets
+    tell_other_makers(trajectories, target, console.print)
     target_model, _ = load_target(target, dtype.value, device=device, on_progress=console.print)
     model = load_drafter(drafter, target_model)
     heads = {} if model.length_head is None else {"length head": model.length_head}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from ..configuration_dflash_drafter import DFlashDrafterConfig
     from ..modeling_dflash_drafter import DFlashDrafterModel
+    from ..training.trajectory_dataset import TrajectoryDataset
 
 
 __all__ = [
@@ -26,11 +27,13 @@ __all__ = [
     "check_checkpoint",
     "check_fits",
     "check_target",
+    "check_trajectories",
     "find_baseline",
     "find_drafter",
     "load_beside",
     "load_drafter",
     "load_models",
+    "tell_other_makers",
 ]
 
 _DRAFTER_OF_EMBEDDED_TARGET = "adaflash-drafter-smollm2-135m"
@@ -154,6 +157,59 @@ def check_fits(config: DFlashDrafterConfig, target: str) -> None:
     # What is wrong with the target itself, or not supported, is for those who load it to say.
     with suppress(InvalidInputError, ImportError, RuntimeError, KeyError, AttributeError, TypeError):
         check_fit(config, TargetFiles(target))
+
+
+def check_trajectories(dataset: TrajectoryDataset, target: str, features: str) -> None:
+    """
+    Refuse another target's trajectories, from the config.json of this one. What that leaves open is told after
+    loading.
+
+    Args:
+        dataset (`TrajectoryDataset`):
+            Trajectories to train on.
+        target (`str`):
+            Hub id or directory.
+        features (`str`):
+            Value of `--features`.
+
+    Raises:
+        InvalidInputError: They do not fit.
+    """
+    if target == EMBEDDED_TARGET_NAME:  # which loads in a second
+        return
+    from ..serving.formats import TargetFiles
+    from ..training.trajectory_dataset import check_trajectories_fit
+
+    config = None
+    # What is wrong with the target itself is for those who load it to say.
+    with suppress(InvalidInputError):
+        config = TargetFiles(target).full_config
+    if config is not None:
+        check_trajectories_fit(dataset, config, features)
+
+
+def tell_other_makers(directories: Iterable[Path], target: str, say: Callable[[str], None]) -> None:
+    """
+    Warn of trajectories that were made by a target of another name. Only told: the same target may be a directory
+    here and a name on the Hub there.
+
+    Args:
+        directories (`Iterable[Path]`):
+            Of trajectories.
+        target (`str`):
+            Name of the target.
+        say (`Callable[[str], None]`):
+            Shows the warning.
+    """
+    from ..training.trajectories import read_settings
+
+    for directory in directories:
+        maker = read_settings(directory).get("target")
+        if maker and maker != target:
+            say(
+                f"Warning: {directory} holds responses of {maker!r}, and the target is {target!r}. If these "
+                "are not the same model, little of what the drafter learns will be accepted."
+            )
 
 
 def load_drafter(name_or_path: str, target_model: PreTrainedModel, option: str = "--drafter") -> DFlashDrafterModel:

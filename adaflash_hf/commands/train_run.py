@@ -41,7 +41,7 @@ class TrainRun:
         from transformers import set_seed
 
         from ..embedded_target import load_target
-        from .loading import check_fits
+        from .loading import check_fits, check_trajectories
         from .train_checks import check_places, check_room, check_without_target
         from .train_records import check_same_run, recorded_settings, write_records
         from .train_settings import choose_device, read_data, settle, training_arguments
@@ -57,6 +57,7 @@ class TrainRun:
         start = None if request.init is None else load_start(request, request.init)
         if start is not None:
             check_fits(start.drafter.config, request.target)
+        check_trajectories(data.dataset, request.target, request.features)
         check_without_target(request, start, data, device.type)
         if request.push_to_hub is not None and request.is_main:
             self._reserve(request.push_to_hub)
@@ -99,6 +100,7 @@ class TrainRun:
 
     def _add_features(self, target_model: PreTrainedModel, start: TrainStart, data: TrainData) -> None:
         from ..training.trajectory_dataset import add_target_features
+        from .loading import tell_other_makers
 
         with self._console.status("Looking for target features") as status:
 
@@ -109,23 +111,11 @@ class TrainRun:
             features = add_target_features(
                 data.dataset, target_model, layer_ids, self._request.features, on_shard=show
             )
-        self._warn_of_other_targets(target_model.name_or_path)
+        tell_other_makers(self._request.trajectories, target_model.name_or_path, self._say)
         self._say(
             f"{len(data.dataset)} trajectories, {data.dataset.num_response_tokens} response tokens, domains "
             f"{', '.join(data.dataset.domains)}; target features: {features}."
         )
-
-    def _warn_of_other_targets(self, target: str) -> None:
-        """Only told: the same target may be a directory here and a name on the Hub there."""
-        from ..training.trajectories import read_settings
-
-        for directory in self._request.trajectories:
-            maker = read_settings(directory).get("target")
-            if maker and maker != target:
-                self._say(
-                    f"Warning: {directory} holds responses of {maker!r}, and the target is {target!r}. If these "
-                    "are not the same model, little of what the drafter learns will be accepted."
-                )
 
     def _tell_ignored(self, settings: list[Decision]) -> None:
         ignored = sorted(self._request.given.keys() - {setting.name for setting in settings} - {"epochs"})

@@ -18,6 +18,7 @@ from torch.utils.data import Subset
 from transformers import PrinterCallback, set_seed
 
 from ..atomic_files import written_aside
+from ..error_text import first_line
 from ..errors import InvalidInputError
 from ..output_places import writing_to
 from ..training.drafter_trainer import DrafterTrainer
@@ -55,9 +56,11 @@ class AblationSettings:
     What all runs have in common: data, start and budget.
 
     Attributes:
+        target: Its name.
         start: What drafters start from.
         trained: What heads are trained on; None without heads.
         trajectories: Directories.
+        trajectories_sha256: [`TrajectoryDataset.fingerprint`] of what is in them.
         train_trajectories: How many are learned from.
         held_out_trajectories: How many are judged on.
         steps: Optimizer steps of a drafter.
@@ -74,9 +77,11 @@ class AblationSettings:
         bf16: Whether training multiplies in bfloat16.
     """
 
+    target: str
     start: str
     trained: str | None
     trajectories: list[str]
+    trajectories_sha256: str
     train_trajectories: int
     held_out_trajectories: int
     steps: int
@@ -171,7 +176,7 @@ def read_finished_runs(directory: Path, common: Mapping[str, Any]) -> dict[tuple
     runs = {}
     expected = json.loads(json.dumps(dict(common)))
     for path in sorted(directory.glob("*-seed*.json")):
-        run = FinishedRun(**json.loads(path.read_text(encoding="utf-8")))
+        run = _read(path)
         # What only heads have in common may be settled later than the drafters' runs.
         relevant = expected.keys() - (_OF_HEADS if run.head is None else set())
         _refuse_difference(path.name, run.common, expected, relevant)
@@ -352,9 +357,19 @@ def _refuse_difference(file: str, there: Mapping[str, Any], now: Mapping[str, An
     for name in sorted(names):
         if there.get(name) != now.get(name):
             raise InvalidInputError(
-                f"`--out` holds {file} with `{name}` {there.get(name)!r}, now it is {now.get(name)!r}; runs of "
-                "different budgets cannot be compared. Choose another --out, or remove the runs there."
+                f"`--out` holds {file} with `{name}` {there.get(name)!r}, now it is {now.get(name)!r}; runs that "
+                "differ in it cannot be compared. Choose another --out, or remove the runs there."
             )
+
+
+def _read(path: Path) -> FinishedRun:
+    try:
+        return FinishedRun(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise InvalidInputError(
+            f"`--out` holds {str(path)!r}, which cannot be read as a finished run ({first_line(error)}). Remove it to "
+            "have that run repeated."
+        ) from error
 
 
 def _keep(directory: Path, run: FinishedRun) -> None:

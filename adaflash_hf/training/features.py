@@ -118,6 +118,7 @@ class FeatureShard:
             )
         with self._open() as file:
             stored = json.loads((file.metadata() or {}).get("target_layer_ids", "null"))
+        self._num_layers = len(stored or [])
         if layer_ids is not None and stored != list(layer_ids):
             raise InvalidInputError(
                 f"`{path.name}` in {str(path.parent)!r} holds features of the layers {stored}, but the drafter's "
@@ -128,6 +129,27 @@ class FeatureShard:
     def __getitem__(self, row: int) -> torch.Tensor:
         with self._open() as file:
             return file.get_tensor(str(row))
+
+    def check_width(self, hidden_size: int) -> None:
+        """
+        Refuse features of another target.
+
+        Args:
+            hidden_size (`int`):
+                Of the target.
+
+        Raises:
+            InvalidInputError: they are of another width.
+        """
+        with self._open() as file:
+            # Rows too short to learn from have none.
+            width = next((file.get_slice(row).get_shape()[-1] for row in file.keys()), None)
+        if width not in (None, self._num_layers * hidden_size):
+            raise InvalidInputError(
+                f"`{self.path.name}` in {str(self.path.parent)!r} holds features of width {width} from "
+                f"{self._num_layers} layers, but the target's hidden size is {hidden_size}: another model made them. "
+                "Make new trajectories with this target (adaflash trajectories), or pass their target."
+            )
 
     def _open(self) -> Any:
         try:

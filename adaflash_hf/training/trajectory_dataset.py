@@ -19,7 +19,7 @@ from .trajectories import damaged_shard, find_trajectory_shards
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "add_target_features",
     "cache_target_features",
     "check_stored_features",
+    "check_trajectories_fit",
     "split_by_prompt",
 ]
 
@@ -108,6 +109,21 @@ class TrajectoryDataset(Dataset[dict[str, Any]]):
     def num_response_tokens(self) -> int:
         """Response tokens of all rows."""
         return sum(len(self.response_ids(index)) for index in range(len(self)))
+
+    @property
+    def largest_token_id(self) -> int:
+        """Of all prompts and responses."""
+        return max(int(ids.max()) for shard in self._shards for ids in (*shard.prompts, *shard.responses) if len(ids))
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256, in hex, of what is learned from: tokens, domains, and how much of a teacher is stored."""
+        digest = hashlib.sha256(str(self.teacher_top_k).encode())
+        for index in range(len(self)):
+            prompt, response = self.prompt_ids(index), self.response_ids(index)
+            digest.update(f"{self.domain(index)} {len(prompt)} {len(response)} ".encode())
+            digest.update(prompt.astype(np.int32).tobytes() + response.astype(np.int32).tobytes())
+        return digest.hexdigest()
 
     def prompt_ids(self, index: int) -> np.ndarray:
         """Prompt of a row, `[n]` int32."""
@@ -208,6 +224,36 @@ def check_stored_features(
             FeatureShard(path, layer_ids)
 
 
+def check_trajectories_fit(
+    dataset: TrajectoryDataset, target_config: PreTrainedConfig, features: str = "auto"
+) -> None:
+    """
+    Refuse trajectories that cannot be this target's, by its configuration alone.
+
+    Args:
+        dataset (`TrajectoryDataset`):
+            Trajectories to train on.
+        target_config (`PreTrainedConfig`):
+            The target's configuration.
+        features (`str`, *optional*, defaults to `"auto"`):
+            See [`add_target_features`].
+
+    Raises:
+        InvalidInputError: a token is not in its vocabulary, or stored features are not of its width.
+    """
+    config = target_config.get_text_config(decoder=True)
+    largest = dataset.largest_token_id
+    if largest >= config.vocab_size:
+        raise InvalidInputError(
+            f"`trajectories` hold the token {largest}, but the target's vocabulary ends at {config.vocab_size - 1}: "
+            "another model made them. Make new ones with this target (adaflash trajectories), or pass their target."
+        )
+    source = _source_of_features(dataset, features)
+    for path in map(features_path, dataset.paths):
+        if source == "stored" or (source == "cache" and path.exists()):
+            FeatureShard(path).check_width(config.hidden_size)
+
+
 def add_target_features(
     dataset: TrajectoryDataset,
     target_model: PreTrainedModel,
@@ -234,7 +280,11 @@ def add_target_features(
 
     Returns:
         `str`: `"stored"`, `"compute"` or `"cache"`.
+
+    Raises:
+        InvalidInputError: see [`check_trajectories_fit`].
     """
+    check_trajectories_fit(dataset, target_model.config, features)
     source = _source_of_features(dataset, features)
     if source == "cache":
         _cache_features(dataset.paths, target_model, layer_ids, on_shard=on_shard)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from stand_ins import SPECIAL_TOKENS, byte_tokenizer
@@ -122,6 +123,67 @@ def test_wrong_usage_is_one_line_before_the_target_is_loaded(
     assert run(*arguments, *held_out, "--trajectories", directory, "--out", tmp_path) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
+
+
+def shorter(directory, out, *options):
+    """Three runs of two steps."""
+    budget = ("--from-scratch", "--layers", 1, "--block-size", 4, "--steps", 2, "--anchors", 4, "--held-out", 3)
+    common = ("--trajectories", directory, "--out", out, "--compare", "clip", "--seed", 0, "--features", "compute")
+    return run("objectives", *common, *budget, *options)
+
+
+def test_runs_of_another_target_or_other_trajectories_are_not_taken_for_these(directory, tmp_path, capsys):
+    shutil.copytree(directory, tmp_path / "trajectories")
+    directory, out = tmp_path / "trajectories", tmp_path / "out"
+    assert shorter(directory, out) == 0
+    assert shorter(directory, out, "--target", "org/other") == 2
+    assert "`target` 'smollm2-135m', now it is 'org/other'" in capsys.readouterr().err
+    # Others in the same place.
+    shutil.rmtree(directory)
+    make_trajectories(directory, make_target(), teacher_top_k=4, max_new_tokens=9)
+    assert shorter(directory, out) == 2
+    assert "with `trajectories_sha256` '" in capsys.readouterr().err
+
+
+def test_a_damaged_run_is_named(directory, tmp_path, capsys, monkeypatch):
+    assert shorter(directory, tmp_path) == 0
+    file = next((tmp_path / "runs").glob("*.json"))
+    file.write_text(file.read_text()[:100])
+    monkeypatch.setattr(embedded_target, "load_target", None)
+    assert shorter(directory, tmp_path) == 2
+    error = capsys.readouterr().err
+    assert f"'{file}', which cannot be read" in error and "Remove it" in error
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"vocab_size": 100}, "vocabulary ends at 99"),
+        ({"hidden_size": 64}, "width 64 from 2 layers, but the target's hidden size is 64"),
+    ],
+)
+@pytest.mark.parametrize("command", [("objectives", "--from-scratch"), ("length-head", "--drafter", "DRAFTER")])
+def test_trajectories_of_another_target_are_refused_before_it_is_loaded(
+    directory, tmp_path, capsys, monkeypatch, command, other, message
+):
+    target = tiny_target("llama", **{"vocab_size": len(SPECIAL_TOKENS) + 256, **other})
+    target.save_pretrained(tmp_path / "target")
+    tiny_drafter(target, target_layer_ids=[0, 2]).save_pretrained(tmp_path / "drafter")
+    monkeypatch.setattr(embedded_target, "load_target", None)
+    command = [word.replace("DRAFTER", str(tmp_path / "drafter")) for word in command]
+    common = ("--trajectories", directory, "--held-out", 3, "--out", tmp_path / "out")
+    assert run(*command, *common, "--target", tmp_path / "target") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_start_of_another_target_is_refused_before_it_is_loaded(directory, drafter, tmp_path, capsys, monkeypatch):
+    tiny_target("llama", vocab_size=len(SPECIAL_TOKENS) + 256).save_pretrained(tmp_path / "target")
+    other = tiny_drafter(tiny_target("llama", vocab_size=len(SPECIAL_TOKENS) + 256, hidden_size=64))
+    other.save_pretrained(tmp_path / "drafter")
+    monkeypatch.setattr(embedded_target, "load_target", None)
+    common = ("objectives", "--trajectories", directory, "--held-out", 3, "--out", tmp_path / "out")
+    assert run(*common, "--target", tmp_path / "target", "--init", tmp_path / "drafter") == 2
+    assert "hidden_size" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [[], ["objectives"], ["length-head"]])
