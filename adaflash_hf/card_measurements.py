@@ -16,7 +16,6 @@ from .evaluation.result_files import markdown_table
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
-    from .configuration_dflash_drafter import DFlashDrafterConfig
     from .evaluation.bench_results import BenchRow
 
 
@@ -230,15 +229,16 @@ class SpeedFile(ResultFile):
         return self._entries(self.settings["prompts"], how, result["speedup_median"], result["acceptance_length"])
 
 
-def read_result_file(path: str | Path, config: DFlashDrafterConfig, drafter: str) -> ResultFile:
+def read_result_file(path: str | Path, identity: Mapping[str, Any], drafter: str) -> ResultFile:
     """
     Read results of `adaflash bench` or `adaflash evaluate`.
 
     Args:
         path (`str` or `Path`):
             The JSON file.
-        config (`DFlashDrafterConfig`):
-            The drafter that the card is about.
+        identity (`Mapping[str, Any]`):
+            What `environment` says of the drafter that the card is about: `block_size`, `drafter_parameters` and
+            `drafter_sha256`. What a file of an earlier version lacks is not compared.
         drafter (`str`):
             Its name in commands.
 
@@ -263,11 +263,13 @@ def read_result_file(path: str | Path, config: DFlashDrafterConfig, drafter: str
             f"`bench` is {str(path)!r}, which holds runs of several settings ({', '.join(settings['sweep'])}); "
             "give the files of single runs beside it."
         )
-    if environment.get("block_size") != config.block_size:
-        raise InvalidInputError(
-            f"`bench` is {str(path)!r}, measured with {environment.get('drafter', 'no drafter')!r} of block size "
-            f"{environment.get('block_size')}, but this drafter's is {config.block_size}; measure this one."
-        )
+    for name, own in identity.items():
+        measured = environment.get(name)
+        if measured != own and (measured is not None or name == "block_size"):
+            raise InvalidInputError(
+                f"`bench` is {str(path)!r}, measured with {environment.get('drafter', 'no drafter')!r}, whose "
+                f"`{name}` is {measured}, but this drafter's is {own}; measure this one."
+            )
     return SpeedFile(data, drafter) if rows is None else BenchFile(environment, settings, drafter, rows)
 
 

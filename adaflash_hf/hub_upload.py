@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,23 @@ from .errors import AdaFlashError, InvalidInputError
 from .output_places import disk_error, is_disk_trouble
 
 
-__all__ = ["add_card_to_pushes", "hub_errors", "reserve_repository", "talking_to_hub", "upload_drafter"]
+__all__ = [
+    "add_card_to_pushes",
+    "check_card_on_hub",
+    "check_repository_name",
+    "hub_errors",
+    "reserve_repository",
+    "talking_to_hub",
+    "upload_drafter",
+]
 
+logger = logging.getLogger(__name__)
+
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 # Not the records of the run: they hold the paths of the machine it was on.
-_UPLOADED = ["README.md", "config.json", "*.safetensors", "*.safetensors.index.json", "*.py", "metrics.json"]
-# What stands in every section of transformers' own template.
-_BLANK = "[More Information Needed]"
+_UPLOADED = ["README.md", "config.json", *_WEIGHTS, "*.py", "metrics.json"]
+# What the Hub's client raises where something answers that is no Hub: a proxy's page, or JSON of another shape.
+_NO_HUB_ANSWERS: tuple[type[Exception], ...] = (json.JSONDecodeError, KeyError, TypeError)
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
@@ -41,16 +55,15 @@ def reserve_repository(repo_id: str, *, private: bool = False) -> None:
     Raises:
         InvalidInputError: the Hub refuses or cannot be reached.
     """
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi
 
     try:
         HfApi().create_repo(repo_id, private=private or None, exist_ok=True)
-    except hub_errors() as error:
-        reason = first_line(error)
+    except (*hub_errors(), *_NO_HUB_ANSWERS) as error:
         raise InvalidInputError(
-            f"`push_to_hub` is {repo_id!r}, and that repository can be neither found nor created ({reason}). See "
-            f"that {constants.ENDPOINT} can be reached, and log in with `hf auth login` to an account that may write "
-            "there; or leave the push for later."
+            f"`push_to_hub` is {repo_id!r}, and that repository can be neither found nor created ({first_line(error)})"
+            f". {_what_to_see()}, and log in with `hf auth login` to an account that may write there; or leave the "
+            "push for later."
         ) from error
 
 
@@ -66,47 +79,133 @@ def talking_to_hub(repo_id: str) -> Iterator[None]:
     Raises:
         InvalidInputError: the Hub refuses or cannot be reached.
     """
-    from huggingface_hub import constants
-
     try:
         yield
-    except hub_errors() as error:
+    except (*hub_errors(), *_NO_HUB_ANSWERS) as error:
         trouble = disk_error(error)
         if isinstance(error, AdaFlashError) or (trouble is not None and is_disk_trouble(trouble)):
             raise
         raise InvalidInputError(
             f"The Hub's repository is {repo_id!r}, and exchanging files with it failed ({first_line(error)}). What "
-            f"was to be pushed is still here: see that {constants.ENDPOINT} can be reached, and push again."
+            f"was to be pushed is still here. {_what_to_see()}, and push again."
         ) from error
 
 
-def upload_drafter(directory: str | Path, repo_id: str) -> str:
+def _what_to_see() -> str:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set, which forbids asking it: unset it"
+    return f"See that {constants.ENDPOINT} can be reached and is a Hub"
+
+
+def check_repository_name(repo_id: str) -> None:
     """
-    Push a drafter's directory in one commit.
+    Refuse what cannot be a repository's name.
+
+    Args:
+        repo_id (`str`):
+            Should be `org/name`.
+
+    Raises:
+        InvalidInputError: it is none.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise InvalidInputError(f"`--repo-id` is {repo_id!r} ({first_line(error)}); give it as org/name.") from error
+
+
+def check_card_on_hub(repo_id: str) -> None:
+    """
+    Refuse a repository whose card somebody wrote by hand, which a push would replace.
+
+    Args:
+        repo_id (`str`):
+            Repository, which must exist.
+
+    Raises:
+        InvalidInputError: it has one, or cannot be read.
+    """
+    from .model_card import CARD_FILE
+
+    with talking_to_hub(repo_id):
+        is_by_hand = _has_card_by_hand(repo_id)
+    if is_by_hand:
+        raise InvalidInputError(
+            f"The {CARD_FILE} of {repo_id} on the Hub was not written by this command, and what somebody wrote there "
+            "would be lost; give --force to replace it, or push to another repository."
+        )
+
+
+def upload_drafter(directory: str | Path, repo_id: str, *, replace_card: bool = False) -> str:
+    """
+    Push a drafter's directory in one commit, in which weight files of an earlier drafter go that this one lacks.
 
     Args:
         directory (`str` or `Path`):
             What `save_pretrained` or `adaflash train` wrote.
         repo_id (`str`):
             Repository, which must exist; see [`reserve_repository`].
+        replace_card (`bool`, *optional*, defaults to `False`):
+            Whether a card goes that somebody wrote there by hand. By default it stays, and that is told.
 
     Returns:
         `str`: address of the commit.
 
     Raises:
-        InvalidInputError: the Hub refuses or cannot be reached.
+        InvalidInputError: the Hub refuses or cannot be reached, or the repository has changed meanwhile.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
+    from .model_card import CARD_FILE
+
+    api, directory = HfApi(), Path(directory)
     with talking_to_hub(repo_id):
-        commit = HfApi().upload_folder(
-            repo_id=repo_id,
-            folder_path=directory,
-            allow_patterns=_UPLOADED,
-            ignore_patterns=["*/*"],
+        before = api.model_info(repo_id)
+        there = {sibling.rfilename for sibling in before.siblings or []}
+        keeps_card = not replace_card and CARD_FILE in there and _has_card_by_hand(repo_id, before.sha)
+        files = {path.name for path in directory.iterdir() if path.is_file() and _matches(path.name, _UPLOADED)}
+        files -= {CARD_FILE} if keeps_card else set()
+        # `from_pretrained` would read them; what lies in folders is no business of ours.
+        stale = {name for name in there - files if "/" not in name and _matches(name, _WEIGHTS)}
+        # Not `upload_folder`, which may make several commits of it: a reader in between would get half a drafter.
+        commit = api.create_commit(
+            repo_id,
+            [
+                *(CommitOperationDelete(name) for name in sorted(stale)),
+                *(CommitOperationAdd(name, directory / name) for name in sorted(files)),
+            ],
             commit_message="Upload drafter",
+            parent_commit=before.sha,
+        )
+    if keeps_card:
+        logger.warning(
+            "The %s of %s was written by hand and stays as it is; `adaflash card --push --force` replaces it.",
+            CARD_FILE,
+            repo_id,
         )
     return str(commit.commit_url)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _has_card_by_hand(repo_id: str, revision: str | None = None) -> bool:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import EntryNotFoundError
+
+    from .model_card import CARD_FILE, may_be_replaced
+
+    try:
+        path = HfApi().hf_hub_download(repo_id, CARD_FILE, revision=revision)
+    except EntryNotFoundError:
+        return False
+    return not may_be_replaced(Path(path).read_text(encoding="utf-8"))
 
 
 def add_card_to_pushes(model_class: type) -> None:
@@ -129,10 +228,10 @@ def add_card_to_pushes(model_class: type) -> None:
 
 
 def _replace_blank_card(directory: Path, repo_id: str, name_or_path: str) -> None:
-    from .model_card import CARD_FILE, CardOptions, is_generated_card, write_drafter_card
+    from .model_card import CARD_FILE, CardOptions, may_be_replaced, write_drafter_card
 
     path = directory / CARD_FILE
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    if not text or is_generated_card(text) or _BLANK in text:
+    if may_be_replaced(text):
         records = name_or_path if Path(name_or_path or "").is_dir() else None
         write_drafter_card(directory, CardOptions(repo_id=repo_id, records=records))

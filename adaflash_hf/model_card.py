@@ -20,17 +20,20 @@ from .embedded_target import EMBEDDED_TARGET_NAME
 from .error_text import first_line
 from .errors import InvalidInputError
 from .output_places import writing_to
+from .weights_digest import weights_sha256
 
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCard
 
 
-__all__ = ["CardOptions", "build_drafter_card", "is_generated_card", "save_drafter_card", "write_drafter_card"]
+__all__ = ["CardOptions", "build_drafter_card", "may_be_replaced", "save_drafter_card", "write_drafter_card"]
 
 CARD_FILE = "README.md"
 # In the template, so that a card written by hand is known from one that can be written anew.
 _MARK = "<!-- Written by `adaflash card` from measured results; what is added by hand is lost when it runs again. -->"
+# What stands in every section of transformers' own template.
+_BLANK = "[More Information Needed]"
 _TEMPLATE = "drafter.md"
 _TAGS = ("adaflash", "dflash", "speculative-decoding")
 # Under its own name the embedded target is not on the Hub.
@@ -106,7 +109,7 @@ def save_drafter_card(card: ModelCard, directory: str | Path) -> Path:
     return path
 
 
-def is_generated_card(text: str) -> bool:
+def may_be_replaced(text: str) -> bool:
     """
     Whether a card can be written anew without losing what somebody wrote.
 
@@ -114,7 +117,8 @@ def is_generated_card(text: str) -> bool:
         text (`str`):
             A card.
     """
-    return _MARK in text
+    body = re.sub(r"\A---\n.*?^---\n?", "", text, flags=re.MULTILINE | re.DOTALL)
+    return _MARK in text or _BLANK in text or not body.strip()
 
 
 def build_drafter_card(directory: str | Path, options: CardOptions | None = None) -> ModelCard:
@@ -145,7 +149,12 @@ def build_drafter_card(directory: str | Path, options: CardOptions | None = None
     tau = tau_by_domain(metrics)
     repo_id = options.repo_id or directory.resolve().name
     name = repo_id.rpartition("/")[2]
-    measured = [read_result_file(path, config, repo_id) for path in options.bench]
+    identity = {
+        "block_size": config.block_size,
+        "drafter_parameters": _num_parameters(config),
+        "drafter_sha256": weights_sha256(directory),
+    }
+    measured = [read_result_file(path, identity, repo_id) for path in options.bench]
     notes = _read_notes(options.notes) if options.notes is not None else {}
     data = ModelCardData(
         model_name=name,
@@ -198,6 +207,10 @@ def tau_by_domain(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _read_config(directory: Path) -> DFlashDrafterConfig:
+    if not directory.is_dir():  # or the Hub would be asked for it
+        raise InvalidInputError(
+            f"`directory` is {str(directory)!r}, which is not there; give that of a saved drafter."
+        )
     try:
         return DFlashDrafterConfig.from_pretrained(directory)
     except OSError as error:
@@ -258,7 +271,7 @@ def _shape(config: DFlashDrafterConfig, directory: Path) -> dict[str, Any]:
     return {
         "has_length_head": config.length_head_config is not None,
         "num_layers": config.num_hidden_layers,
-        "num_parameters": _num_parameters(config),
+        "num_parameters": _in_words(_num_parameters(config)),
         "block_size": config.block_size,
         "block_contents": f"the anchor and {config.block_size - 1} more rows, {config.draft_length} drafts",
         "num_draft_tokens": config.draft_vocab_size and f"{config.draft_vocab_size:,}",
@@ -285,13 +298,16 @@ def _servers(config: DFlashDrafterConfig, target: str, drafter: str) -> list[dic
     return entries
 
 
-def _num_parameters(config: DFlashDrafterConfig) -> str:
+def _num_parameters(config: DFlashDrafterConfig) -> int:
     import torch
 
     from .modeling_dflash_drafter import DFlashDrafterModel
 
     with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in DFlashDrafterModel(config).parameters())
+        return int(DFlashDrafterModel(config).num_parameters())
+
+
+def _in_words(count: int) -> str:
     return f"{count / 1e6:.1f}M" if count >= 1e5 else f"{count / 1e3:.1f}k"
 
 

@@ -124,6 +124,12 @@ class HubRequestHandler(BaseHTTPRequestHandler):
         files = self.server.repositories[repository]
         for line in body.splitlines():
             entry = json.loads(line)
+            if entry["key"] == "header" and entry["value"].get("parentCommit") not in (
+                None,
+                self.server.commit_id(repository),
+            ):
+                self._answer(412, {"error": "A commit has happened since. Please refresh and try again."})
+                return
             if entry["key"] == "file":
                 files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
             elif entry["key"] == "deletedFile":
@@ -196,7 +202,7 @@ class HubRequestHandler(BaseHTTPRequestHandler):
         organization, name, *rest = path.split("/")
         return f"{organization}/{name}", "/".join(rest)
 
-    def _answer(self, status: int, content: object = None, headers: dict[str, str] | None = None) -> None:
+    def _answer(self, status: int, content: object = "", headers: dict[str, str] | None = None) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in (headers or {}).items():

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import tiny_drafter
 
 from adaflash_hf.card_measurements import ResultFile, read_result_file
 from adaflash_hf.cli import main
@@ -16,7 +15,7 @@ from adaflash_hf.evaluation.bench_results import MethodRun, summarise
 from adaflash_hf.generation.statistics import GenerationStats
 
 
-CONFIG = tiny_drafter().config
+IDENTITY = {"block_size": 4, "drafter_parameters": 12_345, "drafter_sha256": "ab" * 32}
 ENVIRONMENT = {
     "date": "2026-11-29T20:00:00+00:00",
     "processor": "Some CPU",
@@ -28,7 +27,7 @@ ENVIRONMENT = {
     "adaflash_hf": "0.1.0",
     "target": "org/target",
     "drafter": "/home/someone/runs/my-drafter",
-    "block_size": CONFIG.block_size,
+    "block_size": 4,
 }
 
 
@@ -48,7 +47,7 @@ def bench_data() -> dict[str, Any]:
 def read(directory: Path, data: Any) -> ResultFile:
     path = directory / "bench.json"
     path.write_text(json.dumps(data))
-    return read_result_file(path, CONFIG, "org/drafter")
+    return read_result_file(path, IDENTITY, "org/drafter")
 
 
 def speed_data() -> dict[str, Any]:
@@ -143,8 +142,10 @@ def test_tokens_that_differ_are_counted(tmp_path: Path) -> None:
         (lambda data: data.update(results=[]), "holds no results"),
         (lambda data: data["results"][0].pop("workload"), "not a result file"),
         (lambda data: data["settings"].update(sweep={"64 tokens": {}, "128 tokens": {}}), "(64 tokens, 128 tokens)"),
-        (lambda data: data["environment"].update(block_size=16), "of block size 16, but this drafter's is 4"),
-        (lambda data: data["environment"].pop("block_size"), "of block size None"),
+        (lambda data: data["environment"].update(block_size=16), "whose `block_size` is 16, but this drafter's is 4"),
+        (lambda data: data["environment"].pop("block_size"), "whose `block_size` is None"),
+        (lambda data: data["environment"].update(drafter_parameters=12_346), "whose `drafter_parameters` is 12346"),
+        (lambda data: data["environment"].update(drafter_sha256="cd" * 32), "whose `drafter_sha256` is cdcd"),
     ],
 )
 def test_other_files_are_refused(change: Any, message: str, tmp_path: Path) -> None:
@@ -158,4 +159,4 @@ def test_missing_and_broken_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     for name in ("nothing.json", "broken.json"):
         with pytest.raises(InvalidInputError, match=name):
-            read_result_file(tmp_path / name, CONFIG, "org/drafter")
+            read_result_file(tmp_path / name, IDENTITY, "org/drafter")

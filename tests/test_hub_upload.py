@@ -3,13 +3,13 @@ from __future__ import annotations
 import errno
 
 import pytest
-from hub_server import running_hub
-from huggingface_hub import constants
+from hub_server import HubRequestHandler, running_hub
+from huggingface_hub import HfApi, constants
 from tiny_models import tiny_drafter
 
 from adaflash_hf import DFlashDrafterModel
 from adaflash_hf.errors import InvalidInputError, OutputError
-from adaflash_hf.hub_upload import reserve_repository, talking_to_hub, upload_drafter
+from adaflash_hf.hub_upload import check_card_on_hub, reserve_repository, talking_to_hub, upload_drafter
 
 
 @pytest.fixture
@@ -34,6 +34,75 @@ def test_a_drafter_is_pushed_without_the_records_of_its_machine(hub, tmp_path):
     assert files["README.md"] == b"# A card\n"
     # Again, now that it is there.
     reserve_repository("org/drafter")
+
+
+def test_a_card_by_hand_stays_unless_it_is_to_go(hub, tmp_path, caplog):
+    tiny_drafter().save_pretrained(tmp_path)
+    (tmp_path / "README.md").write_text("# New\n")
+    reserve_repository("org/drafter")
+    files = hub.repositories["org/drafter"]
+    # Of transformers' template, or metadata alone as the Hub's web page makes them: nothing is lost.
+    for text in ("# Model\n\n[More Information Needed]\n", "---\nlicense: mit\n---\n", ""):
+        files["README.md"] = text.encode()
+        check_card_on_hub("org/drafter")
+        upload_drafter(tmp_path, "org/drafter")
+        assert files["README.md"] == b"# New\n"
+    files["README.md"] = b"---\nlicense: mit\n---\n# By hand\n"
+    with pytest.raises(InvalidInputError, match=r"README\.md of org/drafter on the Hub was not written .* --force"):
+        check_card_on_hub("org/drafter")
+    del files["model.safetensors"]
+    upload_drafter(tmp_path, "org/drafter")
+    assert b"# By hand" in files["README.md"] and "model.safetensors" in files
+    assert "of org/drafter was written by hand and stays as it is" in caplog.text
+    upload_drafter(tmp_path, "org/drafter", replace_card=True)
+    assert files["README.md"] == b"# New\n"
+
+
+def test_weights_of_an_earlier_drafter_are_not_left_beside(hub, tmp_path):
+    drafter = tiny_drafter()
+    drafter.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    drafter.save_pretrained(tmp_path / "whole")
+    reserve_repository("org/drafter")
+    files = hub.repositories["org/drafter"]
+    files["other/notes.safetensors"] = b"of somebody"
+    for directory in ("shards", "whole", "shards"):
+        upload_drafter(tmp_path / directory, "org/drafter")
+        weights = {name for name in files if ".safetensors" in name}
+        there = {path.name for path in (tmp_path / directory).glob("*.safetensors*")}
+        assert weights == there | {"other/notes.safetensors"}
+    assert len(weights) > 3
+
+
+def test_a_change_meanwhile_is_not_overwritten(hub, tmp_path, monkeypatch):
+    tiny_drafter().save_pretrained(tmp_path)
+    reserve_repository("org/drafter")
+    prepare = HfApi.preupload_lfs_files
+
+    def somebody_else_pushes(*args, **kwargs):
+        hub.repositories["org/drafter"]["README.md"] = b"# By hand\n"
+        return prepare(*args, **kwargs)
+
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", somebody_else_pushes)
+    with pytest.raises(InvalidInputError, match="push again"):
+        upload_drafter(tmp_path, "org/drafter")
+    assert hub.repositories["org/drafter"] == {"README.md": b"# By hand\n"}
+
+
+def test_what_is_no_hub_is_told(hub, tmp_path, monkeypatch):
+    tiny_drafter().save_pretrained(tmp_path)
+    reserve_repository("org/drafter")
+    page = b"<html>Please log in to the guests' network</html>"
+    monkeypatch.setattr(HubRequestHandler, "do_POST", lambda handler: handler._answer(200, page))
+    with pytest.raises(InvalidInputError, match="can be reached and is a Hub"):
+        reserve_repository("org/another")
+    with pytest.raises(InvalidInputError, match="can be reached and is a Hub, and push again"):
+        upload_drafter(tmp_path, "org/drafter")
+
+
+def test_offline_is_said_to_be_a_setting(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InvalidInputError, match="HF_HUB_OFFLINE is set, which forbids asking it: unset it"):
+        reserve_repository("org/drafter")
 
 
 def test_what_the_hub_refuses_is_refused_at_once(hub, monkeypatch):

@@ -50,16 +50,18 @@ def card(
 ) -> None:
     """Write or update the README.md of DRAFTER: metadata, code for each engine, measured tables, recipe and limits."""
     from ..errors import InvalidInputError
-    from ..hub_upload import reserve_repository, upload_drafter
-    from ..model_card import CARD_FILE, CardOptions, build_drafter_card, is_generated_card, save_drafter_card
+    from ..hub_upload import check_card_on_hub, check_repository_name, reserve_repository, upload_drafter
+    from ..model_card import CARD_FILE, CardOptions, build_drafter_card, may_be_replaced, save_drafter_card
     from ..output_places import check_writable
 
     if push and repo_id is None:
         raise InvalidInputError("`--push` is given without `--repo-id`; say where to, as org/name.")
     if private and not push:
         raise InvalidInputError("`--private` is given without `--push`, so there is no repository to create.")
+    if repo_id is not None:
+        check_repository_name(repo_id)
     path = drafter / CARD_FILE
-    if path.is_file() and not force and not is_generated_card(path.read_text(encoding="utf-8")):
+    if path.is_file() and not force and not may_be_replaced(path.read_text(encoding="utf-8")):
         raise InvalidInputError(
             f"{path} was not written by this command, and what somebody wrote there would be lost; move it away or "
             "give --force."
@@ -76,6 +78,8 @@ def card(
     made = build_drafter_card(drafter, options)
     if push and repo_id is not None:
         reserve_repository(repo_id, private=private)
+        if not force:
+            check_card_on_hub(repo_id)
     typer.echo(f"Wrote {save_drafter_card(made, drafter)}")
     if push and repo_id is not None:
-        typer.echo(f"Pushed to {upload_drafter(drafter, repo_id)}")
+        typer.echo(f"Pushed to {upload_drafter(drafter, repo_id, replace_card=force)}")

@@ -20,6 +20,7 @@ from ..embedded_target import default_dtype
 from ..errors import AdaFlashError, InvalidInputError, UnsupportedGenerationError
 from ..generation.prepacking import has_prepacked_layers
 from ..training.prompts import encode_prompts
+from ..weights_digest import weights_sha256
 from .bench_method_builder import build_method
 from .bench_method_names import REFERENCE_METHODS
 from .bench_methods import BenchMethod, BenchModels, EngineMethod, Sampling
@@ -175,6 +176,7 @@ def describe_environment(target: PreTrainedModel | None = None, drafter: Any = N
         environment |= {
             "drafter": _name(drafter),
             "drafter_parameters": drafter.num_parameters(),
+            "drafter_sha256": weights_sha256(drafter.name_or_path),
             "block_size": drafter.config.block_size,
         }
     return environment | more

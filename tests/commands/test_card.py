@@ -114,12 +114,30 @@ def test_nothing_is_made_on_the_hub_for_a_card_that_cannot_be_written(directory,
         (["--push"], "without `--repo-id`"),
         (["--private"], "without `--push`"),
         (["--bench", "nothing.json"], "nothing.json"),
+        (["--repo-id", "org/my/drafter"], "give it as org/name"),
     ],
 )
 def test_refused_before_anything_is_written(options, message, directory, capsys):
     assert main(["card", str(directory), *options]) == 2
     assert message in capsys.readouterr().err
     assert not (directory / "README.md").exists()
+
+
+def test_what_is_not_there_is_not_asked_of_the_hub(tmp_path, capsys):
+    assert main(["card", str(tmp_path / "none")]) == 2
+    assert "which is not there" in capsys.readouterr().err
+
+
+def test_a_card_by_hand_on_the_hub_is_kept(directory, tmp_path, monkeypatch, capsys):
+    with running_hub() as hub:
+        hub.serve_this_process(monkeypatch, tmp_path / "cache")
+        hub.repositories["org/drafter"] = {"README.md": b"# Mine\n"}
+        push = ["card", str(directory), "--repo-id", "org/drafter", "--push"]
+        assert main(push) == 2
+        assert "give --force" in capsys.readouterr().err and not (directory / "README.md").exists()
+        assert hub.repositories["org/drafter"] == {"README.md": b"# Mine\n"}
+        assert main([*push, "--force"]) == 0
+        assert b"# Mine" not in hub.repositories["org/drafter"]["README.md"]
 
 
 def test_pushed_with_the_weights(directory, tmp_path, monkeypatch, capsys):
