@@ -23,6 +23,9 @@ class StreamingServer:
         counts_tokens (`bool`): Whether it sends `usage`: three tokens for each piece.
         fail_with (`int`, *optional*): Status of every answer.
         break_off (`bool`): Whether it sends an error in the middle.
+        page (`str`, *optional*): What it answers to every prompt, as a server that is no language model's.
+        models (`str`): What it answers to `/v1/models`.
+        piece_name (`str`): Under which a piece is sent.
         metrics (`Callable[[int], str]`, *optional*): Text of `/metrics`, by requests answered.
     """
 
@@ -31,6 +34,9 @@ class StreamingServer:
     counts_tokens: bool = True
     fail_with: int | None = None
     break_off: bool = False
+    page: str | None = None
+    models: str = '{"data": [{"id": "tiny"}]}'
+    piece_name: str = "content"
     metrics: Callable[[int], str] | None = None
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -84,7 +90,7 @@ def _handler(server: StreamingServer) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             if self.path == "/v1/models":
-                self._reply(200, json.dumps({"data": [{"id": "tiny"}]}))
+                self._reply(200, server.models)
             elif self.path == "/metrics" and server.metrics is not None:
                 self._reply(200, server.metrics(len(server.bodies)), "text/plain")
             else:
@@ -95,6 +101,9 @@ def _handler(server: StreamingServer) -> type[BaseHTTPRequestHandler]:
             with server._counted(body, self.headers.get("Authorization")):
                 if server.fail_with is not None:
                     self._reply(server.fail_with, json.dumps({"error": "no such model"}))
+                    return
+                if server.page is not None:
+                    self._reply(200, server.page, "text/html")
                     return
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")
@@ -111,7 +120,7 @@ def _handler(server: StreamingServer) -> type[BaseHTTPRequestHandler]:
                 if server.break_off and index == 1:
                     self._event({"error": {"message": "out of memory"}})
                     break
-                self._event({"choices": [{"delta": {"content": piece}}]})
+                self._event({"choices": [{"delta": {"content": None, server.piece_name: piece}}]})
             if server.counts_tokens and body.get("stream_options", {}).get("include_usage"):
                 self._event({"choices": [], "usage": {"completion_tokens": 3 * len(pieces)}})
             self._send("data: [DONE]\n\n")

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from ..error_text import install_hint
 from ..errors import InvalidInputError, MissingDependencyError
@@ -67,11 +68,20 @@ def parse_server(text: str, model: str | None = None, api_key: str | None = None
     if not separator or "/" in name:
         name, url = "server", text
     url = url.rstrip("/")
-    if not re.match(r"https?://[^/]+", url) or not name:
+    if not name or not _is_address(url):
         raise InvalidInputError(
-            f"`base_url` is {text!r}, expected 'http://host:port/v1' or 'name=http://host:port/v1'."
+            f"`base_url` is {text!r}, expected 'http://host:port/v1' or 'name=http://host:port/v1'; repeat the option "
+            "for several."
         )
     return BenchServer(name, url if url.endswith("/v1") else f"{url}/v1", model, api_key)
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and "," not in url
+    except ValueError:  # a port that is none, or half an IPv6 address
+        return False
 
 
 @dataclass(frozen=True)
@@ -217,8 +227,14 @@ class _Client:
         """Asks which model there is, and thereby whether anybody listens."""
         response = await self._checked(self._http.get(f"{self.server.url}/models"))
         if self.model is None:
-            models = response.json().get("data") or [{}]
-            self.model = models[0].get("id")
+            try:
+                models = response.json()["data"]
+                self.model = models[0]["id"] if models else None
+            except (ValueError, LookupError, TypeError) as error:
+                raise InvalidInputError(
+                    f"The server at {self.server.url} answered to /models {response.text[:_SHOWN_ERROR]!r}, which is "
+                    "no list of models of the OpenAI interface. Correct --base-url, or name a model with --model."
+                ) from error
         if self.model is None:
             raise InvalidInputError(f"The server at {self.server.url} lists no model; name one with --model.")
 
@@ -263,6 +279,11 @@ class _Client:
             if answer.num_tokens > 1
         ]
         generated = sum(answer.num_tokens for answer in answers)
+        if not generated:
+            raise InvalidInputError(
+                f"The server at {self.server.url} answered {len(answers)} prompts without a single token, so there is "
+                "nothing to measure. Ask it by hand what it answers, and correct --base-url or --model."
+            )
         run = MethodRun(
             token_ids=None,
             generated_tokens=generated,
@@ -288,15 +309,15 @@ class _Client:
         pieces: list[str] = []
         times: list[float] = []
         counted: int | None = None
+        is_chat = False
         try:
             async with self._http.stream("POST", f"{self.server.url}/chat/completions", json=body) as response:
                 await self._check_status(response)
                 async for event in _server_sent_events(response.aiter_lines()):
                     counted = (event.get("usage") or {}).get("completion_tokens", counted)
-                    piece = "".join(
-                        choice.get("delta", {}).get("content") or "" for choice in event.get("choices", [])
-                    )
-                    if piece:
+                    choices = event.get("choices") or []
+                    is_chat |= bool(choices)
+                    if piece := "".join(map(_text_of, choices)):
                         pieces.append(piece)
                         times.append(time.perf_counter())
         except self._error as error:
@@ -304,6 +325,11 @@ class _Client:
                 f"The server at {self.server.url} broke off an answer ({type(error).__name__}: {error}); its log says "
                 "why."
             ) from error
+        if not is_chat:
+            raise InvalidInputError(
+                f"The server at {self.server.url} answered a prompt, but with no stream of chat completions. Correct "
+                "--base-url: it must speak the OpenAI interface, with streams."
+            )
         end_s = time.perf_counter()
         first_s, last_s = (times[0], times[-1]) if times else (end_s, end_s)
         return _Answer("".join(pieces), len(times) if counted is None else counted, first_s, last_s, begin_s)
@@ -318,6 +344,12 @@ class _Client:
         return _parse_metrics(response.text) if response.is_success else {}
 
 
+def _text_of(choice: dict[str, Any]) -> str:
+    """What a piece of an answer adds; servers that tell reasoning from the answer send it under one name or both."""
+    delta = choice.get("delta") or {}
+    return (delta.get("reasoning_content") or delta.get("reasoning") or "") + (delta.get("content") or "")
+
+
 async def _server_sent_events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
     """JSON objects of a stream; comments, blank lines and the end marker are left out."""
     async for line in lines:
@@ -330,6 +362,8 @@ async def _server_sent_events(lines: AsyncIterator[str]) -> AsyncIterator[dict[s
             event = json.loads(data)
         except ValueError as error:
             raise InvalidInputError(f"The server sent {data[:_SHOWN_ERROR]!r}, which is not JSON.") from error
+        if not isinstance(event, dict):
+            raise InvalidInputError(f"The server sent {data[:_SHOWN_ERROR]!r}, which is no event of an answer.")
         if "error" in event:
             raise InvalidInputError(f"The server failed in the middle of an answer: {event['error']}")
         yield event

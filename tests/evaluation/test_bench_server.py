@@ -91,11 +91,25 @@ def test_ignore_eos_is_passed_on_where_asked_for() -> None:
     [
         (StreamingServer(fail_with=404), "answered 404 to /v1/chat/completions.*no such model"),
         (StreamingServer(break_off=True), "in the middle of an answer.*out of memory"),
+        (StreamingServer(page="<html>Welcome</html>"), "no stream of chat completions"),
+        (StreamingServer(page='data: {"choices": []}\n\ndata: [DONE]\n\n'), "no stream of chat completions"),
+        (StreamingServer(page="data: [1]\n\n"), "which is no event of an answer"),
+        (StreamingServer(answer=lambda text: []), "answered 3 prompts without a single token"),
+        (StreamingServer(models="<html>Welcome</html>"), "answered to /models '<html>Welcome</html>', which is no"),
+        (StreamingServer(models="[1]"), "no list of models"),
+        (StreamingServer(models='{"data": []}'), "lists no model; name one with --model"),
     ],
 )
 def test_failures_are_explained(server: StreamingServer, message: str) -> None:
     with server.run(), pytest.raises(InvalidInputError, match=message):
         measure([BenchServer("only", server.url)])
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_counts_as_much_as_the_answer(name: str) -> None:
+    with StreamingServer(piece_name=name, counts_tokens=False).run() as server:
+        (row,) = measure([BenchServer("only", server.url)]).rows
+    assert row.generated_tokens == 6 * 3
 
 
 def test_nobody_there() -> None:
@@ -109,6 +123,7 @@ def test_nobody_there() -> None:
         ("http://localhost:8000", "server", "http://localhost:8000/v1"),
         ("http://localhost:8000/v1/", "server", "http://localhost:8000/v1"),
         ("plain=https://host/v1", "plain", "https://host/v1"),
+        ("http://[::1]:8000", "server", "http://[::1]:8000/v1"),
     ],
 )
 def test_parse_server(text: str, name: str, url: str) -> None:
@@ -116,7 +131,13 @@ def test_parse_server(text: str, name: str, url: str) -> None:
     assert (server.name, server.url, server.model, server.api_key) == (name, url, "m", "k")
 
 
-@pytest.mark.parametrize("text", ["localhost:8000", "=http://host", "name=ftp://host"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "localhost:8000", "=http://host", "name=ftp://host", "http://host:99999", "http://host:0", "http://[::1",
+        "http://a:1,http://b:2", "http:///v1", "http://:80",
+    ],
+)  # fmt: skip
 def test_parse_server_refuses(text: str) -> None:
     with pytest.raises(InvalidInputError, match="`base_url`"):
         parse_server(text)
