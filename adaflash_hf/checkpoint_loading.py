@@ -5,7 +5,7 @@ loaded that way still runs, only with nothing accepted. Here each of these is an
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +132,7 @@ def read_checkpoint(model_class: Any, path: Any, config: Any, kwargs: dict[str, 
     # A quantised checkpoint holds packed weights and their scales; its loader knows which belong to what.
     if getattr(config, "quantization_config", None) is None:
         compare_shapes(model_class, config, {native_names[name]: shape for name, shape in shapes.items()}, source)
-        _refuse_whole_numbers(files, source)
+        refuse_whole_numbers(files, source)
     if any(old != new for old, new in native_names.items()):
         if state_dict is None:
             state_dict = {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -143,11 +143,23 @@ def read_checkpoint(model_class: Any, path: Any, config: Any, kwargs: dict[str, 
     return CheckpointToLoad(path=path, config=config, kwargs=kwargs, source=source, commit=commit)
 
 
-def _refuse_whole_numbers(files: list[str], source: str) -> None:
-    """Weights stored as integers, whose scales are elsewhere, would load as zeros and ones."""
+def refuse_whole_numbers(files: Iterable[str], source: str, names: Container[str] | None = None) -> None:
+    """
+    Weights stored as integers, whose scales are elsewhere, would load as zeros and ones.
+
+    Args:
+        files (`Iterable[str]`): Safetensors files.
+        source (`str`): What the user called the checkpoint, for messages.
+        names (`Container[str]`, *optional*): Of the tensors that are weights; by default all.
+
+    Raises:
+        DrafterCheckpointError: One is.
+    """
     for file in files:
         with safe_open(file, framework="pt") as handle:
             for name in handle.keys():
+                if names is not None and name not in names:
+                    continue
                 dtype = handle.get_slice(name).get_dtype()
                 if not dtype.startswith(("F", "BF")) and not name.endswith(DRAFT_VOCABULARY_NAME):
                     raise DrafterCheckpointError(
@@ -267,4 +279,5 @@ __all__ = [
     "compare_shapes",
     "find_weight_files",
     "read_checkpoint",
+    "refuse_whole_numbers",
 ]

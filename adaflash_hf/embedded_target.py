@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 from .checkpoint_files import stored_model_type
 from .cpu_arithmetic import multiplies_natively
 from .error_text import first_line, install_hint
-from .errors import InvalidInputError, MissingDependencyError
+from .errors import AdaFlashError, InvalidInputError, MissingDependencyError
 from .hub_connection import hub_or_cache, is_missing_directory
 
 
@@ -210,6 +210,13 @@ def loading_target(name_or_path: str, option: str = "target") -> Iterator[None]:
         raise InvalidInputError(
             f"`{option}` is {name_or_path!r} and cannot be loaded ({first_line(error)}). Pass a Hub id, the directory "
             f"of a causal language model, or {EMBEDDED_TARGET_NAME!r}."
+        ) from error
+    except ImportError as error:
+        if isinstance(error, AdaFlashError):
+            raise
+        raise MissingDependencyError(
+            f"`{option}` is {name_or_path!r}, which needs a package that is not installed ({first_line(error)}). "
+            "Install it, such as the one that its `quantization_config` names, or pass a target that needs none."
         ) from error
 
 

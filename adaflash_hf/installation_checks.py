@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from .embedded_target import default_dtype, target_cache_directory
-from .error_text import install_hint
+from .error_text import first_line, install_hint
 from .errors import MissingDependencyError
 
 
@@ -178,18 +179,50 @@ def _cache_directory() -> Check:
 
 def _extras() -> Iterator[Check]:
     from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
 
     requirements = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
+    modules = _modules_of_distributions()
     for extra in metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or ():
         of_extra = [r for r in requirements if r.marker is not None and r.marker.evaluate({"extra": extra})]
         # An extra made of others of this package says nothing of its own.
         missing = sorted({r.name for r in of_extra if r.name != DISTRIBUTION and not _is_installed(r)})
         if extra in ("dev", "docs"):
             continue
+        broken = [
+            text
+            for r in of_extra
+            if r.name not in missing
+            for text in _failures(modules.get(canonicalize_name(r.name), []))
+        ]
         if missing:
             yield Check(f"extra {extra}", Outcome.NOTE, f"without {', '.join(missing)}", install_hint(extra))
+        elif broken:
+            hint = "reinstall what fails, in versions that go together"
+            yield Check(f"extra {extra}", Outcome.NOTE, f"installed, but cannot be loaded: {'; '.join(broken)}", hint)
         else:
             yield Check(f"extra {extra}", Outcome.GOOD, "installed")
+
+
+def _modules_of_distributions() -> dict[str, list[str]]:
+    """Top-level modules of each distribution by its canonical name, private ones and tests left out."""
+    from packaging.utils import canonicalize_name
+
+    modules: dict[str, list[str]] = {}
+    for module, names in metadata.packages_distributions().items():
+        if module.isidentifier() and not module.startswith("_") and module != "tests":
+            for name in names:
+                modules.setdefault(canonicalize_name(name), []).append(module)
+    return modules
+
+
+def _failures(modules: Iterable[str]) -> Iterator[str]:
+    """What importing says: a wheel for another version of Python or numpy only shows then."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            yield f"{module} ({first_line(error)})"
 
 
 def _is_installed(requirement: Any) -> bool:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +51,16 @@ def test_missing_extras_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(installation_checks.metadata, "version", version)
     check = named(list(installation_checks._extras()), "extra train")
     assert check == Check("extra train", Outcome.NOTE, "without datasets, tensorboard", install_hint("train"))
+
+
+def test_extras_that_cannot_be_loaded_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "__init__.py").write_text("raise RuntimeError('built for another numpy')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "gguf", raising=False)
+    found = named(list(installation_checks._extras()), "extra demo")
+    assert found.outcome is Outcome.NOTE
+    assert found.found == "installed, but cannot be loaded: gguf (built for another numpy)"
 
 
 def test_routing_that_was_taken_off_is_a_problem() -> None:

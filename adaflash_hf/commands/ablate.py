@@ -12,6 +12,7 @@ import typer
 from ..errors import InvalidInputError
 from . import train_options as options
 from .help_pages import SectionedCommand
+from .interruption import telling_what_is_kept
 from .options import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption
 
 
@@ -118,7 +119,7 @@ def objectives(
     from ..embedded_target import load_target
     from ..evaluation.ablation_variants import ablation_variants
     from ..evaluation.ablations import read_finished_runs
-    from ..output_places import check_writable
+    from ..evaluation.result_files import check_results_place
     from ..training.run_records import write_run_record
     from ..training.trajectory_dataset import add_target_features, check_stored_features
     from .loading import check_checkpoint, check_trajectories, tell_other_makers
@@ -140,7 +141,7 @@ def objectives(
     sizes = {name: size for name, size in {"num_hidden_layers": layers, "block_size": block_size}.items() if size}
     if init is not None and sizes:
         raise InvalidInputError(f"`--init` is {init!r}, whose sizes are settled; leave out {', '.join(sizes)}.")
-    check_writable(out)
+    check_results_place(out / RESULTS)
     data = _read(trajectories, max_tokens, held_out)
     dataset: Any = data.train.dataset
     given = {
@@ -207,10 +208,9 @@ def length_head(
     from ..embedded_target import load_target
     from ..evaluation import head_report as report
     from ..evaluation.bench import describe_environment
-    from ..evaluation.result_files import write_results
+    from ..evaluation.result_files import check_results_place, write_results
     from ..modeling_confidence_head import ConfidenceHeadModel
     from ..modeling_length_head import LengthHeadModel
-    from ..output_places import check_writable
     from ..training.trajectory_dataset import add_target_features, check_stored_features
     from .loading import (
         check_checkpoint,
@@ -223,7 +223,7 @@ def length_head(
 
     drafter = find_drafter(target, drafter)
     named_heads, named_confidences = _named(head, "--head"), _named(confidence_head, "--confidence-head")
-    check_writable(out)
+    check_results_place(out / RESULTS)
     data = _read(trajectories, max_tokens, held_out)
     dataset: Any = data.train.dataset
     layer_ids = check_checkpoint(drafter, target=target).target_layer_ids
@@ -267,6 +267,10 @@ def length_head(
     _show(console, sections)
     write_results(out / RESULTS, {**sources, **results}, f"Length heads of {drafter}", sections)
     _name_files(console, out)
+
+
+def _describe_kept(done: int, total: int, out: Path) -> str:
+    return f"{done} of {total} runs are kept in {out / RUNS}; repeat the command to go on." if done else ""
 
 
 def _show(console: Any, sections: list[str]) -> None:
@@ -428,7 +432,7 @@ def _run_all(
             soft_wrap=True,
         )
 
-    with without_progress_bars():
+    with without_progress_bars(), telling_what_is_kept(lambda: _describe_kept(len(finished), len(runs), out)):
         run_ablations(runs, new_drafter, trained, target_model, data, common, out / RUNS, show)
     _show(console, ablation_sections(comparisons, finished, common, seeds))
     _name_files(console, out)

@@ -31,6 +31,7 @@ from .bench_options import (
     WorkloadsOption,
     settle_plots,
 )
+from .interruption import telling_what_is_kept
 from .options import (
     DeviceOption,
     DrafterOption,
@@ -90,8 +91,8 @@ def bench(
 
     from ..evaluation.bench import BenchSettings
     from ..evaluation.bench_report import build_bench_table
+    from ..evaluation.result_files import check_results_place
     from ..evaluation.workloads import load_workload
-    from ..output_places import check_writable
 
     settings = BenchSettings(
         methods=_names(methods, _DEFAULT_METHODS),
@@ -108,8 +109,9 @@ def bench(
     )
     asked = [load_workload(name, data_dir) for name in _names(workloads, ["blend"])]
     plots = settle_plots(plots)
-    check_writable(out.parent)
+    check_results_place(out)
     messages = Console(stderr=True)
+    _refuse_same_names(asked)
     _tell_repeats(asked, settings, messages)
     writer = _Writer(out)
     if base_urls:
@@ -121,7 +123,8 @@ def bench(
             raise InvalidInputError(
                 f"`--temperature` is {temperature:g}, but servers are asked for greedy answers only."
             )
-        report = _bench_servers(base_urls, model, api_key, asked, settings, messages, writer)
+        with telling_what_is_kept(writer.describe):
+            report = _bench_servers(base_urls, model, api_key, asked, settings, messages, writer)
     else:
         _check_methods(settings.methods)
         warn_if_idle(draft_proposal, is_greedy=not temperature)
@@ -129,7 +132,8 @@ def bench(
         models, tokenizer, environment = _load(
             settings.methods, target, drafter, extra, dtype.value, device, prepack, messages
         )
-        report = _bench_models(models, tokenizer, environment, asked, settings, messages, writer)
+        with telling_what_is_kept(writer.describe):
+            report = _bench_models(models, tokenizer, environment, asked, settings, messages, writer)
     console = Console()
     console.print(build_bench_table(report.rows, console.width))
     _tell_skipped(report, messages)
@@ -151,6 +155,16 @@ def _numbers(texts: Sequence[str]) -> list[int]:
         return [int(text) for text in texts]
     except ValueError as error:
         raise InvalidInputError(f"`--concurrency` is {', '.join(texts)}; expected whole numbers.") from error
+
+
+def _refuse_same_names(workloads: Sequence[Workload]) -> None:
+    """Results tell workloads apart by their names, which of files are those without folders."""
+    names = [workload.name for workload in workloads]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidInputError(
+                f"`--workload` names two that would both be {name!r} in the results; name each once, or rename a file."
+            )
 
 
 def _tell_repeats(workloads: Sequence[Workload], settings: BenchSettings, console: Console) -> None:
@@ -206,6 +220,7 @@ class _Writer:
         self._out = out
         self.files: list[Path] = []
         self.failure: OutputError | None = None
+        self._rows = 0
 
     def __call__(self, report: BenchReport) -> None:
         from ..evaluation.bench_report import report_sections
@@ -217,7 +232,12 @@ class _Writer:
             self.failure = error
             return
         self.failure = None
+        self._rows = len(report.rows)
         self.files = [self._out.with_name(self._out.name + suffix) for suffix in (".json", ".md")]
+
+    def describe(self) -> str:
+        """What there is if measuring ends here."""
+        return f"Results so far ({self._rows} rows) are in {' and '.join(map(str, self.files))}." if self.files else ""
 
 
 class _Extra(NamedTuple):
@@ -273,14 +293,24 @@ def _load(
 
 def _check_models(methods: Sequence[str], target: str, drafter: str | None, extra: _Extra) -> None:
     """Before any of them is loaded."""
-    from ..evaluation.bench_method_names import TRANSFORMERS_MTP, check_models_of_method, needs_drafter
+    from ..evaluation.bench_method_names import (
+        OSD,
+        TRANSFORMERS_MTP,
+        check_models_of_method,
+        check_rows_of_method,
+        needs_drafter,
+        split_method_name,
+    )
     from ..evaluation.mtp import check_mtp_heads
     from ..modeling_confidence_head import ConfidenceHeadModel
     from .loading import check_checkpoint, check_target, find_drafter
 
     config: Any = None
+    osd_config: Any = None
     if any(needs_drafter(name) for name in methods):
         config = check_checkpoint(find_drafter(target, drafter), target=target)
+    if extra.osd_drafter is not None:
+        osd_config = check_checkpoint(extra.osd_drafter, "--osd-drafter", target=target)
     for name in methods:
         check_models_of_method(
             name,
@@ -289,10 +319,11 @@ def _check_models(methods: Sequence[str], target: str, drafter: str | None, extr
             has_osd_drafter=extra.osd_drafter is not None,
             has_assistant=extra.assistant is not None,
         )
+        own = osd_config if split_method_name(name)[0] == OSD else config
+        if own is not None:
+            check_rows_of_method(name, own)
     if TRANSFORMERS_MTP in methods:
         check_mtp_heads(target)
-    if extra.osd_drafter is not None:
-        check_checkpoint(extra.osd_drafter, "--osd-drafter", target=target)
     if extra.confidence_head is not None:
         check_checkpoint(extra.confidence_head, "--confidence-head", ConfidenceHeadModel)
     if extra.assistant is not None:

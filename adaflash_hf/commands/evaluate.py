@@ -75,11 +75,11 @@ def _duration(minutes: int) -> str:
 
 def _evaluate(experiment: Experiment, given: dict[str, Any]) -> None:
     """Measure, then add what is this experiment's own."""
-    from ..output_places import check_writable
+    from ..evaluation.result_files import check_results_place
 
     directory = given.pop("out") / experiment.name
     given["plots"] = settle_plots(given["plots"])
-    check_writable(directory)
+    check_results_place(directory / RESULTS)
     if experiment.sweep:
         _measure_sweep(experiment, given, directory)
     else:

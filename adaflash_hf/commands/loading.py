@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from ..configuration_dflash_drafter import DFlashDrafterConfig
     from ..modeling_dflash_drafter import DFlashDrafterModel
+    from ..serving.formats import TargetFiles
     from ..training.trajectory_dataset import TrajectoryDataset
 
 
@@ -151,12 +152,11 @@ def check_fits(config: DFlashDrafterConfig, target: str) -> None:
     """
     if target == EMBEDDED_TARGET_NAME:  # which loads in a second
         return
-    from ..serving.formats import TargetFiles
     from ..serving.target_fit import check_fit
 
     # What is wrong with the target itself, or not supported, is for those who load it to say.
     with suppress(InvalidInputError, ImportError, RuntimeError, KeyError, AttributeError, TypeError):
-        check_fit(config, TargetFiles(target))
+        check_fit(config, _files_of(target))
 
 
 def check_trajectories(dataset: TrajectoryDataset, target: str, features: str) -> None:
@@ -177,15 +177,27 @@ def check_trajectories(dataset: TrajectoryDataset, target: str, features: str) -
     """
     if target == EMBEDDED_TARGET_NAME:  # which loads in a second
         return
-    from ..serving.formats import TargetFiles
     from ..training.trajectory_dataset import check_trajectories_fit
 
     config = None
     # What is wrong with the target itself is for those who load it to say.
     with suppress(InvalidInputError):
-        config = TargetFiles(target).full_config
+        config = _files_of(target).full_config
     if config is not None:
         check_trajectories_fit(dataset, config, features)
+
+
+def _files_of(target: str) -> TargetFiles:
+    """Where its configuration is: an adapter has its base's."""
+    from ..adapter_loading import base_of_adapter
+    from ..errors import DrafterCheckpointError
+    from ..serving.formats import TargetFiles
+
+    hub: dict[str, Any] = {}
+    with suppress(OSError, ValueError, DrafterCheckpointError), hub_or_cache(target):
+        if (base := base_of_adapter(target, {})) is not None:
+            target, hub = base.name_or_path, base.load_arguments({})
+    return TargetFiles(target, hub)
 
 
 def tell_other_makers(directories: Iterable[Path], target: str, say: Callable[[str], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..embedded_target import default_dtype
 from ..errors import AdaFlashError, InvalidInputError, UnsupportedGenerationError
 from ..generation.prepacking import has_prepacked_layers
+from ..generation.request_checks import context_limit
 from ..training.prompts import encode_prompts
 from ..weights_digest import weights_sha256
 from .bench_method_builder import build_method
@@ -86,8 +88,8 @@ class BenchSettings:
             raise InvalidInputError(
                 f"`concurrencies` (--concurrency) is {list(self.concurrencies)}; at least one request runs."
             )
-        if self.temperature < 0:
-            raise InvalidInputError(f"`temperature` is {self.temperature}; it must be 0 (greedy) or more.")
+        if not 0 <= self.temperature < math.inf:
+            raise InvalidInputError(f"`temperature` is {self.temperature}; it must be 0 (greedy) or a number above.")
         if self.in_turns and self.via_generate:
             raise InvalidInputError(
                 "`in_turns` (--in-turns) and `via_generate` (--via generate) exclude each other: a call of "
@@ -236,6 +238,7 @@ def run_bench(
     methods = [build_method(name, models, settings.via_generate) for name in names]
     for method in methods:
         method.sampling = Sampling(settings.temperature, settings.draft_proposal)
+    encoded = _encode(tokenizer, workloads, settings, models.target)
     report = BenchReport(
         environment or describe_environment(models.target, models.drafter),
         {**asdict(settings), "methods": names, "workloads": [workload.name for workload in workloads]},
@@ -245,11 +248,34 @@ def run_bench(
     with _without_eos(models.target, settings.ignore_eos):
         for workload in workloads:
             for concurrency in settings.concurrencies:
-                prompts = encode_prompts(tokenizer, workload.take(settings.requests_at(concurrency)))
+                prompts = encoded[workload.name][: settings.requests_at(concurrency)]
                 _run_cell(models, methods, workload.name, concurrency, prompts, settings, report, on_step or _ignore)
                 if on_cell is not None:
                     on_cell(report)
     return report
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase,
+    workloads: Sequence[Workload],
+    settings: BenchSettings,
+    target: PreTrainedModel,
+) -> dict[str, list[list[int]]]:
+    """Prompts of each workload, as many as the largest run asks, all of which have room for their answers."""
+    most = max(map(settings.requests_at, settings.concurrencies))
+    encoded = {workload.name: encode_prompts(tokenizer, workload.take(most)) for workload in workloads}
+    limit = context_limit(target.config.get_text_config(decoder=True))
+    if limit is None or settings.via_generate:  # `generate()` goes on beyond it
+        return encoded
+    for name, prompts in encoded.items():
+        longest = max(map(len, prompts))
+        if longest + settings.max_new_tokens > limit:
+            raise InvalidInputError(
+                f"A prompt of {name} has {longest} tokens and `max_new_tokens` (--max-new-tokens) is "
+                f"{settings.max_new_tokens}, but the target's context ends at {limit}. Leave out prompts as long as "
+                "that, or ask for shorter answers."
+            )
+    return encoded
 
 
 def _ignore(message: str) -> None:

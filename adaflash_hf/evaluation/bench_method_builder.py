@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InvalidInputError
 from ..generation.confidence_policy import ConfidencePolicy
 from ..generation.cost_aware_policy import CostAwarePolicy
 from ..generation.length_policies import (
@@ -80,6 +81,8 @@ def check_method(name: str) -> None:
     base = "dflash" if base == OSD else base
     if base in DRAFTING_METHODS:
         _build_policy(base, parameter, None, False)
+    if base == "prompt_lookup" and parameter_of_method(base, parameter, 1) < 1:
+        raise InvalidInputError(f"`method` is {name!r}; prompt lookup proposes 1 token or more.")
 
 
 def _build_policy(

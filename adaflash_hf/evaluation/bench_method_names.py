@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidInputError
 from .bench_results import PLAIN
+
+
+if TYPE_CHECKING:
+    from ..configuration_dflash_drafter import DFlashDrafterConfig
 
 
 __all__ = [
@@ -16,6 +20,7 @@ __all__ = [
     "REFERENCE_METHODS",
     "TRANSFORMERS_MTP",
     "check_models_of_method",
+    "check_rows_of_method",
     "needs_drafter",
     "parameter_of_method",
     "split_method_name",
@@ -65,6 +70,24 @@ def split_method_name(name: str) -> tuple[str, str | None]:
     if parameter:
         parameter_of_method(base, parameter, None)
     return base, parameter or None
+
+
+def check_rows_of_method(name: str, config: DFlashDrafterConfig) -> None:
+    """
+    Refuse a fixed number of rows that the blocks do not have: results would name what was not measured.
+
+    Args:
+        name (`str`):
+            With or without its parameter.
+        config (`DFlashDrafterConfig`):
+            Of the drafter it drafts with.
+    """
+    base, parameter = split_method_name(name)
+    rows = config.draft_length + 1
+    if base in ("dflash", OSD) and parameter_of_method(base, parameter, rows) > rows:
+        raise InvalidInputError(
+            f"`method` is {name!r}, but the drafter's blocks have {rows} rows to verify; {base!r} verifies all."
+        )
 
 
 def check_models_of_method(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from .bench import BenchReport
@@ -79,9 +80,8 @@ def build_bench_table(rows: Sequence[BenchRow], width: int = _FULL_WIDTH) -> Tab
         table.add_column(title, justify="left" if index == 0 else "right", no_wrap=index == 0)
     for row in rows:
         texts = dict(zip(_HEADER, map(_text, _cells(row)), strict=True))
-        table.add_row(
-            row.workload, *(texts[title].partition(" [")[0] if is_narrow else texts[title] for title in titles)
-        )
+        cells = (texts[title].partition(" [")[0] if is_narrow else texts[title] for title in titles)
+        table.add_row(*map(escape, (row.workload, *cells)))  # a file's name may have brackets
     return table
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..error_text import install_hint
+from ..error_text import first_line, install_hint
 from ..errors import MissingDependencyError
 from ..output_places import writing_to
 
@@ -25,13 +25,18 @@ def matplotlib_figure() -> type[Figure]:
     matplotlib's `Figure`, which draws without a screen.
 
     Raises:
-        MissingDependencyError: matplotlib is not installed.
+        MissingDependencyError: matplotlib is not installed, or cannot be loaded.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingDependencyError(
             f"Plots need matplotlib, which is not installed. Run: {install_hint('bench')}, or pass --no-plots."
+        ) from error
+    except Exception as error:  # of its configuration, or of a numpy it was not built for
+        raise MissingDependencyError(
+            f"Plots need matplotlib, which is installed but cannot be loaded ({first_line(error)}). Reinstall it, see "
+            "what MATPLOTLIBRC and MPLBACKEND name, or pass --no-plots."
         ) from error
     return Figure
 

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ..atomic_files import written_aside
-from ..output_places import writing_to
+from ..errors import OutputError
+from ..output_places import check_writable, writing_to
 
 
-__all__ = ["markdown_table", "mean_and_spread", "write_results"]
+__all__ = ["check_results_place", "markdown_table", "mean_and_spread", "write_results"]
+
+_DATA, _TEXT = ".json", ".md"
 
 _MISSING = "-"
 
@@ -49,6 +52,27 @@ def mean_and_spread(values: Sequence[float], digits: int = 3) -> str:
     return f"{mean:.{digits}f} ± {spread:.{digits}f}"
 
 
+def check_results_place(path: str | Path) -> None:
+    """
+    Refuse a place where [`write_results`] could not write, before anything slow begins.
+
+    Args:
+        path (`str` or `Path`):
+            Where to, without a suffix.
+
+    Raises:
+        OutputError: its directory cannot be written to, or a directory has the name of a file.
+    """
+    path = Path(path)
+    check_writable(path.parent)
+    for file in _files(path):
+        if file.is_dir():
+            raise OutputError(
+                f"`out` would have results in {str(file)!r}, which is a directory. Move it away, or pass another "
+                "place; nothing was done yet."
+            )
+
+
 def write_results(path: str | Path, data: Mapping[str, Any], title: str, sections: Iterable[str]) -> None:
     """
     Write `<path>.json` and `<path>.md`; each appears whole.
@@ -64,12 +88,16 @@ def write_results(path: str | Path, data: Mapping[str, Any], title: str, section
             Its paragraphs and tables.
     """
     path = Path(path)
-    texts = {".json": json.dumps(data, indent=2), ".md": "\n\n".join([f"# {title}", *sections])}
+    texts = [json.dumps(data, indent=2), "\n\n".join([f"# {title}", *sections])]
     with writing_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        for suffix, text in texts.items():
-            with written_aside(path.with_name(path.name + suffix)) as partial:
+        for file, text in zip(_files(path), texts, strict=True):
+            with written_aside(file) as partial:
                 partial.write_text(text + "\n", encoding="utf-8")
+
+
+def _files(path: Path) -> tuple[Path, Path]:
+    return path.with_name(path.name + _DATA), path.with_name(path.name + _TEXT)
 
 
 def _cell(value: Any) -> str:

@@ -44,7 +44,9 @@ class ConfidencePolicy(LengthPolicy):
         confidence_head: ConfidenceHeadModel | None = None,
     ):
         if not 0 < threshold <= 1:
-            raise InvalidInputError(f"`threshold` is {threshold}, expected a probability above 0 (0.94 is usual).")
+            raise InvalidInputError(
+                f"`threshold` is {threshold}, expected a probability above 0 and up to 1 (0.94 is usual)."
+            )
         if min_verify_length < 1:
             raise InvalidInputError(f"`min_verify_length` is {min_verify_length}, expected 1 or more.")
         self.threshold = threshold

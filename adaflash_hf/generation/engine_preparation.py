@@ -21,7 +21,7 @@ from .drafted_generate import DRAFT_PROPOSALS
 from .engine_requests import PreparedRequest
 from .generation_options import take_stop_strings
 from .packed_decoding import KNOWN_INPUTS
-from .request_checks import check_request, rotary_limit
+from .request_checks import check_request, context_limit
 from .stopping import StopRules
 from .token_choice import is_prefix_free
 
@@ -63,9 +63,7 @@ class RequestPreparation:
         self._target = unwrap_model(target)
         self._tokenizer = tokenizer
         self._draft_proposal = draft_proposal
-        text_config = self._target.config.get_text_config(decoder=True)
-        limits = (getattr(text_config, "max_position_embeddings", None), rotary_limit(text_config))
-        self.max_context_tokens: int | None = min((limit for limit in limits if limit is not None), default=None)
+        self.max_context_tokens = context_limit(self._target.config.get_text_config(decoder=True))
         self._vocab_size = self._target.get_input_embeddings().weight.shape[0]
         # Making a criterion walks over the whole vocabulary; it keeps nothing of the sequences it judges.
         self._stop_string_criterion = lru_cache(maxsize=32)(StopStringCriteria)

@@ -16,7 +16,7 @@ from ..errors import InvalidInputError, UnsupportedGenerationError
 from .cache_rollback import has_linear_attention
 
 
-__all__ = ["check_prompt_is_given", "check_request", "rotary_limit"]
+__all__ = ["check_prompt_is_given", "check_request", "context_limit", "rotary_limit"]
 
 _WITHOUT_DRAFTER = "generate without `assistant_model`"
 OTHER_WAYS_OF_DECODING = (
@@ -140,6 +140,19 @@ def _check_lockstep(model: PreTrainedModel, cache: Cache, logits_processor: Logi
             f"{type(model).__name__} has recurrent layers, whose replay takes a different number of forward passes on "
             "each rank, but `synced_gpus` needs the same number. Generate without `assistant_model`."
         )
+
+
+def context_limit(text_config: PreTrainedConfig) -> int | None:
+    """The longest sequence that the target is made for, and decodes in the same way however many tokens come at once.
+
+    Args:
+        text_config (`PreTrainedConfig`): The target's configuration, of its decoder.
+
+    Returns:
+        `int`: In tokens; None if there is no limit.
+    """
+    limits = (getattr(text_config, "max_position_embeddings", None), rotary_limit(text_config))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def rotary_limit(text_config: PreTrainedConfig) -> int | None:

@@ -209,7 +209,15 @@ def _text_of(content: Any, field_and_place: str) -> str:
             raise InvalidInputError(
                 f"`prompts`: {field_and_place} has {part.get('text')!r} where text is expected; give a string."
             )
-    return "".join(part["text"] for part in parts)
+    text = "".join(part["text"] for part in parts)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # only exists escaped, as "\\ud83d"
+        raise InvalidInputError(
+            f"`prompts`: {field_and_place} has half of a character at position {error.start} "
+            f"({text[error.start]!r}, a surrogate without its other half). Correct or remove the record."
+        ) from error
+    return text
 
 
 _READERS: dict[str, Callable[[Any, dict[str, Any]], list[tuple[str, Any]]]] = {

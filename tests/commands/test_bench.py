@@ -94,6 +94,11 @@ def test_errors_name_options(tmp_path, capsys, arguments, message):
         (["--method", "assistant"], "pass --assistant"),
         (["--method", "transformers_mtp"], "leave transformers_mtp out"),
         (["--method", "dflash:x"], "'x' is not a number"),
+        (["--method", "dflash:99"], "`method` is 'dflash:99', but the drafter's blocks have 4 rows to verify"),
+        (["--method", "osd:9", "--osd-drafter", "DRAFTER"], "`method` is 'osd:9', but the drafter's blocks have 4"),
+        (["--method", "prompt_lookup:0"], "1 token or more"),
+        (["--temperature", "inf"], "`temperature` is inf"),
+        (["--workload", "gsm8k,gsm8k"], "`--workload` names two that would both be 'gsm8k'"),
         (["--drafter", "no/such/drafter"], "`--drafter` is 'no/such/drafter' and cannot be loaded"),
         (["--osd-drafter", "no/such/drafter"], "`--osd-drafter` is 'no/such/drafter' and cannot be loaded"),
         (["--confidence-head", "no/such/head"], "`--confidence-head` is 'no/such/head' and cannot be loaded"),
@@ -106,8 +111,40 @@ def test_what_a_method_lacks_is_told_before_models_are_loaded(tmp_path, capsys, 
         monkeypatch.setattr(module, "load_target", None)
     tiny_drafter(byte_target()).save_pretrained(tmp_path / "drafter")
     common = ["--concurrency", 1, "--drafter", tmp_path / "drafter"]
+    arguments = [word.replace("DRAFTER", str(tmp_path / "drafter")) for word in arguments]
     assert run(tmp_path / "bench", *common, *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".json", ".md"])
+def test_a_directory_in_the_place_of_results_is_told_before_models_are_loaded(tmp_path, capsys, monkeypatch, suffix):
+    monkeypatch.setattr(bench_command, "_load", None)
+    (tmp_path / f"bench{suffix}").mkdir()
+    assert run(tmp_path / "bench", "--concurrency", 1) == 2
+    assert f"bench{suffix}', which is a directory" in capsys.readouterr().err
+
+
+def test_what_has_no_room_in_the_context_is_refused_before_anything_is_measured(tmp_path, capsys):
+    lines = [json.dumps({"prompt": "short"}), json.dumps({"prompt": "long " * 500})]
+    (tmp_path / "own.jsonl").write_text("\n".join(lines))
+    assert run(tmp_path / "bench", "--concurrency", 1, "--workload", "gsm8k", "--workload", tmp_path / "own.jsonl") == 2
+    error = capsys.readouterr().err
+    assert "A prompt of own has 25" in error and "(--max-new-tokens) is 8, but the target's context ends at" in error
+    assert "warming up" not in error
+
+
+def test_results_of_finished_workloads_are_named_where_a_later_one_fails(tmp_path, capsys, monkeypatch):
+    real = measuring._run_cell
+
+    def interrupted(models, methods, workload, *args):
+        if workload == "vicuna":
+            raise KeyboardInterrupt
+        return real(models, methods, workload, *args)
+
+    monkeypatch.setattr(measuring, "_run_cell", interrupted)
+    assert run(tmp_path / "bench", "--concurrency", 1, "--workload", "gsm8k,vicuna") == 130
+    error = capsys.readouterr().err
+    assert f"are in {tmp_path / 'bench'}.json and {tmp_path / 'bench'}.md." in error and "Results so far (2 rows)" in error
 
 
 def test_a_target_that_the_engine_refuses(tmp_path, capsys, monkeypatch):

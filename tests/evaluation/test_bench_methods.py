@@ -107,7 +107,8 @@ def test_parameters_reach_the_policy() -> None:
         ("osd:0", "`verify_length` is 0"),
         ("adaflash:-1", "`length_scale` is -1.0"),
         ("adaflash:nan", "`length_scale` is nan"),
-        ("confidence:2", "`threshold` is 2.0"),
+        ("confidence:2", "`threshold` is 2.0, expected a probability above 0 and up to 1"),
+        ("prompt_lookup:0", "prompt lookup proposes 1 token or more"),
         ("confidence:nan", "`threshold` is nan"),
     ],
 )

@@ -19,3 +19,13 @@ def test_the_extra_is_named_where_matplotlib_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependencyError, match=r"adaflash-hf\[bench\]"):
         matplotlib_figure()
+
+
+def test_one_that_cannot_be_loaded_is_told_too(monkeypatch, tmp_path):
+    (tmp_path / "matplotlib").mkdir()
+    (tmp_path / "matplotlib" / "__init__.py").write_text("raise RuntimeError('built for another numpy')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(MissingDependencyError, match=r"cannot be loaded \(built for another numpy\).*--no-plots"):
+        matplotlib_figure()

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ...atomic_directories import directory_written_aside
-from ...checkpoint_loading import compare_shapes
+from ...checkpoint_loading import DRAFT_VOCABULARY_NAME, compare_shapes, refuse_whole_numbers
 from ...configuration_dflash_drafter import DFlashDrafterConfig
 from ...embedded_target import without_progress_bars
 from ...error_text import first_line
@@ -108,6 +108,8 @@ def interpret(
             f"{checkpoint.source} is quantised (`quantization_config`), and only full-precision weights can be "
             "rewritten. Use the checkpoint it was made from."
         )
+    weights = {source.name for name, source in reading.sources.items() if name != DRAFT_VOCABULARY_NAME}
+    refuse_whole_numbers({checkpoint.tensors[name].file for name in weights}, checkpoint.source, weights)
     shapes = {name: _shape_of(checkpoint, reading, name) for name in reading.sources}
     shapes |= {name: tuple(tensor.shape) for name, tensor in reading.computed.items()}
     try:
