@@ -136,6 +136,16 @@ def test_what_is_no_model_is_told_in_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_a_quantised_target_whose_package_is_missing_says_so(tmp_path):
+    tiny_target("llama", vocab_size=260).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "hqq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MissingDependencyError, match="needs a package that is not installed .*quantization_config"):
+        load_target(tmp_path, device="cpu")
+
+
 def test_a_config_that_makes_no_model_is_told_in_one_line(tmp_path):
     byte_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "wide"}')

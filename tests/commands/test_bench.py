@@ -127,7 +127,9 @@ def test_a_directory_in_the_place_of_results_is_told_before_models_are_loaded(tm
 def test_what_has_no_room_in_the_context_is_refused_before_anything_is_measured(tmp_path, capsys):
     lines = [json.dumps({"prompt": "short"}), json.dumps({"prompt": "long " * 500})]
     (tmp_path / "own.jsonl").write_text("\n".join(lines))
-    assert run(tmp_path / "bench", "--concurrency", 1, "--workload", "gsm8k", "--workload", tmp_path / "own.jsonl") == 2
+    assert (
+        run(tmp_path / "bench", "--concurrency", 1, "--workload", "gsm8k", "--workload", tmp_path / "own.jsonl") == 2
+    )
     error = capsys.readouterr().err
     assert "A prompt of own has 25" in error and "(--max-new-tokens) is 8, but the target's context ends at" in error
     assert "warming up" not in error
@@ -144,7 +146,10 @@ def test_results_of_finished_workloads_are_named_where_a_later_one_fails(tmp_pat
     monkeypatch.setattr(measuring, "_run_cell", interrupted)
     assert run(tmp_path / "bench", "--concurrency", 1, "--workload", "gsm8k,vicuna") == 130
     error = capsys.readouterr().err
-    assert f"are in {tmp_path / 'bench'}.json and {tmp_path / 'bench'}.md." in error and "Results so far (2 rows)" in error
+    assert (
+        f"are in {tmp_path / 'bench'}.json and {tmp_path / 'bench'}.md." in error
+        and "Results so far (2 rows)" in error
+    )
 
 
 def test_a_target_that_the_engine_refuses(tmp_path, capsys, monkeypatch):

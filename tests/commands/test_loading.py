@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from rich.console import Console
@@ -97,6 +98,10 @@ def test_a_drafter_of_another_target_is_refused_before_that_is_loaded(tmp_path, 
     monkeypatch.setattr(loading, "load_target", lambda *args, **kwargs: pytest.fail("the target was loaded"))
     with pytest.raises(DrafterCompatibilityError, match="`target_hidden_size` = 32, the target's `hidden_size` is 64"):
         load_models(str(tmp_path / "other"), str(tmp_path / "drafter"), "auto", None, True, console)
+    # An adapter of the other target has its base's configuration.
+    peft.LoraConfig(base_model_name_or_path=str(tmp_path / "other")).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(DrafterCompatibilityError, match="the target's `hidden_size` is 64"):
+        check_checkpoint(str(tmp_path / "drafter"), target=str(tmp_path / "adapter"))
     (tmp_path / "other" / "config.json").write_text("{}")  # for those who load it to refuse
     check_checkpoint(str(tmp_path / "drafter"), target=str(tmp_path / "other"))
 

@@ -54,6 +54,8 @@ def test_terminal_table() -> None:
     console.print(build_bench_table([replace(row, identical=True) for row in rows()]))
     text = console.export_text()
     assert text.count("dflash") == 4 and "yes" in text and "1.80 [1.60, 2.00]" in text
+    console.print(build_bench_table([replace(rows()[0], workload="own[b]prompts")]))
+    assert "own[b]prompts" in console.export_text()
 
 
 def test_terminal_table_of_a_narrow_terminal() -> None:

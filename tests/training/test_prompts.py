@@ -71,6 +71,7 @@ def test_arrays_and_domains(tmp_path):
         ),
         ('{"messages": [{"role": "user", "content": ["a"]}]}', "a part of the type 'str'"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "no text of the user"),
+        ('{"prompt": "ab\\ud83d"}', r"`prompt` in line 1 of .* has half of a character at position 2 \('\\ud83d'"),
     ],
 )
 def test_what_cannot_be_used_is_named(tmp_path, text, match):

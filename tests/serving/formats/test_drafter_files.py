@@ -191,6 +191,12 @@ def test_a_config_that_makes_no_drafter_is_refused(changes: dict, reason: str, t
     assert "\n" not in str(error.value)
 
 
+def test_weights_in_whole_numbers_are_refused(tmp_path: Path) -> None:
+    state = {name: tensor.to(torch.int8) for name, tensor in tiny_drafter().state_dict().items()}
+    with pytest.raises(DrafterCheckpointError, match=r"is stored as I8; expected floating-point weights"):
+        read_drafter(write(tmp_path, ZLAB_CONFIG, state))
+
+
 def test_what_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="neither a directory nor a Hub repository"):
         read_drafter(tmp_path / "nothing")
