@@ -32,7 +32,7 @@ from .checkpoint_files import stored_model_type
 from .cpu_arithmetic import multiplies_natively
 from .error_text import first_line, install_hint
 from .errors import AdaFlashError, InvalidInputError, MissingDependencyError
-from .hub_connection import hub_or_cache, is_missing_directory
+from .hub_connection import hub_or_cache, is_missing_directory, why_not_from_hub
 
 
 __all__ = [
@@ -207,8 +207,11 @@ def loading_target(name_or_path: str, option: str = "target") -> Iterator[None]:
             raise ValueError("it is a drafter")
         yield
     except (OSError, ValueError, StrictDataclassError) as error:
+        reason = first_line(error)
+        if isinstance(error, OSError) and not is_missing_directory(name_or_path, may_lack_owner=True):
+            reason = reason if os.path.exists(name_or_path) else why_not_from_hub(error)
         raise InvalidInputError(
-            f"`{option}` is {name_or_path!r} and cannot be loaded ({first_line(error)}). Pass a Hub id, the directory "
+            f"`{option}` is {name_or_path!r} and cannot be loaded ({reason}). Pass a Hub id, the directory "
             f"of a causal language model, or {EMBEDDED_TARGET_NAME!r}."
         ) from error
     except ImportError as error:

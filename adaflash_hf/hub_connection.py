@@ -13,9 +13,17 @@ from .errors import InvalidInputError
 from .hub_upload import hub_errors
 
 
-__all__ = ["hub_or_cache", "is_missing_directory", "loading_checkpoint", "refuse_missing_directory"]
+__all__ = [
+    "hub_or_cache",
+    "is_missing_directory",
+    "loading_checkpoint",
+    "refuse_missing_directory",
+    "why_not_from_hub",
+]
 
 logger = logging.getLogger(__name__)
+
+_told: set[tuple[str, str]] = set()
 
 
 @contextmanager
@@ -82,8 +90,23 @@ def loading_checkpoint(name_or_path: str, option: str) -> Iterator[None]:
     except OSError as error:
         reason = first_line(error)
         if not os.path.exists(name_or_path):
-            reason = f"there is no such directory here, and from the Hub: {reason}"
+            reason = f"there is no such directory here, and {why_not_from_hub(error)}"
         raise _cannot_be_loaded(name_or_path, option, reason) from error
+
+
+def why_not_from_hub(error: BaseException) -> str:
+    """
+    Why something did not come from the Hub. To be asked after [`hub_or_cache`], which may have gone offline by itself.
+
+    Args:
+        error (`BaseException`):
+            Of whoever loaded it.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set, so that only the Hub's cache was asked, which lacks it"
+    return f"from the Hub: {first_line(error)}"
 
 
 def refuse_missing_directory(name_or_path: str, option: str) -> None:
@@ -109,7 +132,9 @@ def _answers(name: str) -> bool:
     except (HfHubHTTPError, HFValidationError):
         return True
     except hub_errors() as error:
-        text = "There is no directory %r here, and no connection to %s (%s); its cache is used."
-        logger.warning(text, name, constants.ENDPOINT, first_line(error))
+        if (name, constants.ENDPOINT) not in _told:  # a command loads a model in several parts
+            _told.add((name, constants.ENDPOINT))
+            text = "There is no directory %r here, and no connection to %s (%s); its cache is used."
+            logger.warning(text, name, constants.ENDPOINT, first_line(error))
         return False
     return True

@@ -14,6 +14,7 @@ from huggingface_hub import constants
 from stand_ins import byte_target, byte_tokenizer
 from tiny_models import tiny_drafter
 
+from adaflash_hf import hub_connection
 from adaflash_hf.commands import serve
 from adaflash_hf.commands.loading import load_drafter
 from adaflash_hf.embedded_target import load_target
@@ -28,6 +29,7 @@ from adaflash_hf.training.prompt_datasets import PromptDataset, read_prompt_data
 
 def cut_off(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Nobody answers at the Hub's address from now on, and whoever would try again fails."""
+    monkeypatch.setattr(hub_connection, "_told", set())
     closed = HubServer()
     closed.server_close()
     closed.serve_this_process(monkeypatch, cache)
@@ -103,6 +105,14 @@ def test_what_may_be_a_directory_is_said_not_to_be_one_first(
         hub.serve_this_process(monkeypatch, tmp_path / "other")
         with pytest.raises(InvalidInputError, match=message):
             load_drafter("runs/typo", byte_target())
+
+
+def test_a_setting_is_not_told_as_a_failed_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for load in (lambda: load_drafter("org/nothing", byte_target()), lambda: load_target("org/nothing", device="cpu")):
+        with pytest.raises(InvalidInputError, match="HF_HUB_OFFLINE is set, so that only the Hub's cache was asked"):
+            load()
 
 
 def test_what_is_cached_is_loaded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
