@@ -31,7 +31,7 @@ _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 # Not the records of the run: they hold the paths of the machine it was on.
 _UPLOADED = ["README.md", "config.json", *_WEIGHTS, "*.py", "metrics.json"]
 # What the Hub's client raises where something answers that is no Hub: a proxy's page, or JSON of another shape.
-_NO_HUB_ANSWERS: tuple[type[Exception], ...] = (json.JSONDecodeError, KeyError, TypeError)
+_NO_HUB_ANSWERS: tuple[type[Exception], ...] = (json.JSONDecodeError, KeyError, TypeError, AttributeError)
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
@@ -62,8 +62,7 @@ def reserve_repository(repo_id: str, *, private: bool = False) -> None:
     except (*hub_errors(), *_NO_HUB_ANSWERS) as error:
         raise InvalidInputError(
             f"`push_to_hub` is {repo_id!r}, and that repository can be neither found nor created ({first_line(error)})"
-            f". {_what_to_see()}, and log in with `hf auth login` to an account that may write there; or leave the "
-            "push for later."
+            f". {_what_to_see()}; or leave the push for later."
         ) from error
 
 
@@ -96,7 +95,10 @@ def _what_to_see() -> str:
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set, which forbids asking it: unset it"
-    return f"See that {constants.ENDPOINT} can be reached and is a Hub"
+    return (
+        f"See that {constants.ENDPOINT} can be reached and is a Hub, and that you are logged in (`hf auth login`) to "
+        "an account that may write there"
+    )
 
 
 def check_repository_name(repo_id: str) -> None:

@@ -202,8 +202,8 @@ class HubRequestHandler(BaseHTTPRequestHandler):
         organization, name, *rest = path.split("/")
         return f"{organization}/{name}", "/".join(rest)
 
-    def _answer(self, status: int, content: object = "", headers: dict[str, str] | None = None) -> None:
-        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+    def _answer(self, status: int, content: object = None, headers: dict[str, str] | None = None) -> None:
+        body = content if isinstance(content, bytes) else json.dumps({} if content is None else content).encode()
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)

@@ -93,9 +93,9 @@ def test_what_is_no_hub_is_told(hub, tmp_path, monkeypatch):
     reserve_repository("org/drafter")
     page = b"<html>Please log in to the guests' network</html>"
     monkeypatch.setattr(HubRequestHandler, "do_POST", lambda handler: handler._answer(200, page))
-    with pytest.raises(InvalidInputError, match="can be reached and is a Hub"):
+    with pytest.raises(InvalidInputError, match="can be reached and is a Hub, and that you are logged in"):
         reserve_repository("org/another")
-    with pytest.raises(InvalidInputError, match="can be reached and is a Hub, and push again"):
+    with pytest.raises(InvalidInputError, match="may write there, and push again"):
         upload_drafter(tmp_path, "org/drafter")
 
 
