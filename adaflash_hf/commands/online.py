@@ -91,7 +91,7 @@ def run(
     from ..online.online_arguments import OnlineTrainingArguments
     from ..online.replay_buffer import BufferSettings
     from ..online.run_settings import InferenceSettings, SideSettings, TrainerSettings
-    from ..online.supervisor import check_places
+    from ..online.supervisor import check_goes_on, check_places
     from .loading import check_checkpoint, check_target, find_drafter
 
     # All that can be wrong is found before a process is started.
@@ -111,9 +111,9 @@ def run(
         seed=seed,
     )
     served = _read_prompts(prompts, domain, attach)
-    drafter = find_drafter(target, drafter)
+    given_drafter, drafter = drafter, find_drafter(target, drafter)
     check_target(target)
-    check_checkpoint(drafter, length_policy=length_policy, target=target)
+    config = check_checkpoint(drafter, length_policy=length_policy, target=target)
     buffer_settings = BufferSettings(buffer_rows, held_out_share=held_out_share, target=target)
     if not buffer.exists():  # else it stays as it is
         arguments.check_buffer(buffer_settings)
@@ -148,6 +148,12 @@ def run(
             run_id=uuid.uuid4().hex,
         )
     check_places(trainer.side.buffer, trainer.side.publish_dir)
+    version = check_goes_on(trainer.side.buffer, None if attach else buffer_settings, trainer.side.publish_dir, config)
+    if version is not None and given_drafter is not None:
+        typer.echo(
+            f"Going on from version {version} in {publish_dir}: `--drafter` is only what a new directory begins with.",
+            err=True,
+        )
     _run(trainer, inference, metrics_port, metrics_host)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import AdaFlashError, InvalidInputError
 from .inference_process import run_inference
@@ -26,7 +26,12 @@ from .side_process import HOPELESS_EXIT_CODE, log_path
 from .trainer_process import run_trainer
 
 
-__all__ = ["SideFailedError", "Supervisor", "check_places"]
+if TYPE_CHECKING:
+    from ..configuration_dflash_drafter import DFlashDrafterConfig
+    from .replay_buffer import BufferSettings
+
+
+__all__ = ["SideFailedError", "Supervisor", "check_goes_on", "check_places"]
 
 logger = logging.getLogger(__name__)
 
@@ -218,6 +223,38 @@ class Supervisor:
                 logger.warning("The %s does not end; killing it.", side.name)
                 side.process.kill()
                 side.process.join()
+
+
+def check_goes_on(
+    buffer: Path, buffer_settings: BufferSettings | None, publish_dir: Path, config: DFlashDrafterConfig
+) -> int | None:
+    """
+    Refuse a buffer and a directory that another target or drafter began, before models are loaded.
+
+    Args:
+        buffer (`Path`):
+            File of the replay buffer, which need not exist.
+        buffer_settings (`BufferSettings`, *optional*):
+            What it must have been made with; None for whoever takes it as it is.
+        publish_dir (`Path`):
+            Directory of published versions.
+        config (`DFlashDrafterConfig`):
+            Of the drafter that is to go on.
+
+    Returns:
+        `int`: the version that serving goes on from; None if it begins.
+    """
+    from .published_versions import PublishedVersions
+    from .replay_buffer import ReplayBuffer
+    from .version_checks import check_configuration
+
+    if buffer_settings is not None and buffer.exists():
+        ReplayBuffer(buffer, buffer_settings).close()
+    latest = PublishedVersions(publish_dir).latest()
+    if latest is None:
+        return None
+    check_configuration(latest.path, config)
+    return latest.version
 
 
 def check_places(buffer: Path, publish_dir: Path) -> None:

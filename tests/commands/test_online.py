@@ -16,11 +16,12 @@ from huggingface_hub import constants
 from published_drafters import adapted_drafter, publish
 from tiny_online_run import save_models
 
+from adaflash_hf import DFlashDrafterModel
 from adaflash_hf.cli import main
 from adaflash_hf.commands import online
 from adaflash_hf.online import supervisor
 from adaflash_hf.online.publisher import Publisher
-from adaflash_hf.online.replay_buffer import ReplayBuffer
+from adaflash_hf.online.replay_buffer import BufferSettings, ReplayBuffer
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +100,30 @@ def test_options_reach_both_sides(models, tmp_path, monkeypatch):
     seen.clear()
     assert main(arguments(models, tmp_path, "--drafter", models / "drafter", "--attach")) == 0
     assert seen[1] is None
+
+
+def test_what_another_run_began_is_refused_before_anything_starts(models, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(online, "_run", None)
+    given = ["--prompts", str(models / "prompts.jsonl"), "--drafter", str(models / "drafter")]
+    ReplayBuffer(tmp_path / "buffer", BufferSettings(target="org/another")).close()
+    assert main(arguments(models, tmp_path, *given)) == 2
+    assert "was made with 'org/another'" in capsys.readouterr().err
+    (tmp_path / "buffer").unlink()
+    other = DFlashDrafterModel.from_pretrained(models / "drafter")
+    other.config.mask_token_id += 1
+    publish(Publisher(tmp_path / "published"), other)
+    assert main(arguments(models, tmp_path, *given)) == 2
+    assert "config.json describes another drafter (mask_token_id: " in capsys.readouterr().err
+
+
+def test_a_drafter_that_is_given_again_is_said_not_to_be_served(models, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(online, "_run", lambda *args: None)
+    given = ["--prompts", str(models / "prompts.jsonl"), "--drafter", str(models / "drafter")]
+    assert main(arguments(models, tmp_path, *given)) == 0
+    assert "Going on" not in capsys.readouterr().err
+    publish(Publisher(tmp_path / "published"), DFlashDrafterModel.from_pretrained(models / "drafter"))
+    assert main(arguments(models, tmp_path, *given)) == 0
+    assert "Going on from version 0" in capsys.readouterr().err
 
 
 def test_rollback_and_prune(published, tmp_path, capsys):
