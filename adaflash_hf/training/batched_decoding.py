@@ -8,6 +8,7 @@ copies one row instead of all, so no step pays for finished rows. Not covered: l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +57,8 @@ class DecodingSettings:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise InvalidInputError(f"`max_new_tokens` is {self.max_new_tokens}; it must be at least 1.")
-        if self.temperature < 0:
-            raise InvalidInputError(f"`temperature` is {self.temperature}; it must be 0 (greedy) or above.")
+        if not 0 <= self.temperature < math.inf:
+            raise InvalidInputError(f"`temperature` is {self.temperature}; it must be 0 (greedy) or a number above.")
         if not 0 < self.top_p <= 1:
             raise InvalidInputError(f"`top_p` is {self.top_p}; it must be above 0 and at most 1 (all tokens).")
         if self.top_p < 1 and self.temperature == 0:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .trajectories import find_trajectory_shards
+from .trajectories import damaged_shard, find_trajectory_shards
 
 
 __all__ = ["LengthStatistics", "length_statistics"]
@@ -49,12 +49,20 @@ def length_statistics(directories: Sequence[str | Path]) -> list[LengthStatistic
     Args:
         directories (`Sequence[str or Path]`):
             What `adaflash trajectories` wrote.
+
+    Raises:
+        InvalidInputError: a file is damaged.
     """
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     columns = ["prompt_ids", "response_ids", "domain", "finished"]
-    tables = [pq.read_table(path, columns=columns) for one in directories for path in find_trajectory_shards(one)]
+    tables = []
+    for path in (path for directory in directories for path in find_trajectory_shards(directory)):
+        try:
+            tables.append(pq.read_table(path, columns=columns))
+        except (OSError, ValueError) as error:
+            raise damaged_shard(path, error) from error
     prompts = np.concatenate([pc.list_value_length(table["prompt_ids"]).to_numpy() for table in tables])
     responses = np.concatenate([pc.list_value_length(table["response_ids"]).to_numpy() for table in tables])
     finished = np.concatenate([table["finished"].to_numpy() for table in tables])

@@ -26,6 +26,7 @@ import torch
 from ..atomic_files import PARTIAL_SUFFIX, written_aside
 from ..error_text import install_hint
 from ..errors import InvalidInputError, MissingDependencyError
+from ..generation.request_checks import context_limit
 from ..output_places import writing_to
 from .batched_decoding import DecodedResponse, DecodingSettings, decode_batch, eos_token_ids_of
 from .features import FEATURES_PREFIX, features_path, write_features
@@ -247,11 +248,14 @@ def generate_trajectories(
             have another.
 
     Raises:
-        InvalidInputError: `directory` holds trajectories that were made otherwise.
+        InvalidInputError: `directory` holds trajectories that were made otherwise, or the target lacks the layers, the
+            vocabulary or the room for the responses.
     """
     directory = Path(directory)
     batches = plan_batches([len(ids) for ids in prompt_ids], settings.batch_size, settings.seed)
-    _claim_directory(directory, _record_of(target_model, prompt_ids, domains, settings), dict(provenance or {}))
+    record = _record_of(target_model, prompt_ids, domains, settings)
+    _check_target(target_model, prompt_ids, settings)
+    _claim_directory(directory, record, dict(provenance or {}))
     decoding = settings.decoding(eos_token_ids_of(target_model))
     if decode is None:
         decode = _plain_decoder(target_model)
@@ -272,6 +276,28 @@ def generate_trajectories(
                 _write_shard(path, texts, labels, responses, settings)
         if on_batch is not None:
             on_batch(TrajectoryBatchReport(batch_index, len(batches), len(members), new_tokens, was_stored))
+
+
+def _check_target(
+    target_model: PreTrainedModel, prompt_ids: Sequence[Sequence[int]], settings: TrajectorySettings
+) -> None:
+    config = target_model.config.get_text_config(decoder=True)
+    depth = config.num_hidden_layers
+    if outside := [layer for layer in settings.capture_layer_ids if not 0 <= layer < depth]:
+        raise InvalidInputError(
+            f"`capture_layer_ids` (--target-layer-ids) has {outside}, but the target's layers are 0 to {depth - 1}."
+        )
+    if settings.teacher_top_k > config.vocab_size:
+        raise InvalidInputError(
+            f"`teacher_top_k` (--teacher-top-k) is {settings.teacher_top_k}, but the target knows {config.vocab_size} "
+            "tokens; lower it (16 is usual)."
+        )
+    longest, limit = max(map(len, prompt_ids), default=0), context_limit(config)
+    if limit is not None and longest + settings.max_new_tokens > limit:
+        raise InvalidInputError(
+            f"A prompt has {longest} tokens and `max_new_tokens` (--max-new-tokens) is {settings.max_new_tokens}, but "
+            f"the target's context ends at {limit}. Lower that, or leave out long prompts (--max-prompt-tokens)."
+        )
 
 
 def _plain_decoder(target_model: PreTrainedModel) -> BatchDecoder:

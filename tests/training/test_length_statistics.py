@@ -4,7 +4,16 @@ import pytest
 from tiny_models import tiny_target
 from tiny_trajectories import make_trajectories, random_prompts
 
+from adaflash_hf.errors import InvalidInputError
 from adaflash_hf.training.length_statistics import length_statistics
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    make_trajectories(tmp_path, tiny_target("llama"))
+    path = next(tmp_path.glob("*.parquet"))
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(InvalidInputError, match=f"{path.name} cannot be read .* remove it and run"):
+        length_statistics([tmp_path])
 
 
 def test_lengths_by_domain_and_together(tmp_path):

@@ -165,6 +165,21 @@ def test_settings_out_of_range_are_refused():
         generate_trajectories(tiny_target("llama"), [[1]], [], Path("nowhere"), TrajectorySettings())
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"capture_layer_ids": (1, 99)}, r"has \[99\], but the target's layers are 0 to 3"),
+        ({"capture_layer_ids": (-1,)}, r"has \[-1\]"),
+        ({"teacher_top_k": 9999}, "is 9999, but the target knows"),
+        ({"max_new_tokens": 9999}, r"is 9999, but the target's context ends at 512\. Lower that"),
+    ],
+)
+def test_what_the_target_does_not_have_is_refused_before_anything_is_written(tmp_path, settings, message):
+    with pytest.raises(InvalidInputError, match=message):
+        make_trajectories(tmp_path / "out", tiny_target("llama"), **settings)
+    assert not (tmp_path / "out").exists()
+
+
 def test_random_state_of_the_process_is_left_alone(tmp_path):
     torch.manual_seed(0)
     before = torch.get_rng_state()
