@@ -18,6 +18,7 @@ from .errors import (
     PublishedVersionError,
     ReplayBufferError,
     ServerError,
+    TrainingDivergedError,
     UnsupportedGenerationError,
 )
 from .generation.routing import install_routing, is_routing_active, uninstall_routing
@@ -124,6 +125,7 @@ __all__ = [
     "RoundContext",
     "RoundOutcome",
     "ServerError",
+    "TrainingDivergedError",
     "UnsupportedGenerationError",
     "build_target_layer_ids",
     "generate_with_drafter",

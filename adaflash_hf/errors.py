@@ -39,6 +39,10 @@ class MissingDependencyError(AdaFlashError, ImportError):
     """An optional dependency is needed for what was asked and is not installed."""
 
 
+class TrainingDivergedError(AdaFlashError, ArithmeticError):
+    """A loss, a gradient or a weight is no finite number any more: what was trained is worthless."""
+
+
 class EngineQueueFullError(AdaFlashError, RuntimeError):
     """An engine has as many waiting requests as it was told to hold: try again later, or elsewhere."""
 
@@ -68,5 +72,6 @@ __all__ = [
     "PublishedVersionError",
     "ReplayBufferError",
     "ServerError",
+    "TrainingDivergedError",
     "UnsupportedGenerationError",
 ]

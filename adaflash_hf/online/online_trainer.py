@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import DrafterCheckpointError, PublishedVersionError, ReplayBufferError
+from ..errors import DrafterCheckpointError, PublishedVersionError, ReplayBufferError, TrainingDivergedError
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from .online_arguments import OnlineTrainingArguments
 from .published_versions import VersionManifest
@@ -28,7 +28,7 @@ from .publisher import Publisher, VersionConflictError
 from .recorded_trajectory import RecordedTrajectory, fit_for_target
 from .replay_buffer import ReplayBuffer
 from .round_judgement import judge_round, round_figures, served_acceptance
-from .round_training import DivergedError, InterruptedRoundError, RoundResult, RoundTrainer, StoredOutputs
+from .round_training import InterruptedRoundError, RoundResult, RoundTrainer, StoredOutputs
 from .run_status import StatusFile
 from .time_left import TimeLeft
 from .training_state import TrainingProgress, TrainingStateStore
@@ -299,7 +299,7 @@ class OnlineTrainer:
                 result = self._train(trajectories, opened.id)
                 after = self._judge("judging after", held_out)
                 outcome = judge_round(arguments, before, after)
-            except DivergedError as error:
+            except TrainingDivergedError as error:
                 logger.warning("Round %d is given up: %s", opened.id, error)
                 outcome = "diverged"
         entry = {

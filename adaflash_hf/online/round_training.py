@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, TrainingDivergedError
 from ..training.anchors import attending, choose_attention
 from ..training.collator import DrafterDataCollator
 from ..training.draft_step import DraftStep, check_trainable
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..modeling_dflash_drafter import DFlashDrafterModel
 
 
-__all__ = ["DivergedError", "InterruptedRoundError", "RoundResult", "RoundTrainer", "StoredOutputs"]
+__all__ = ["InterruptedRoundError", "RoundResult", "RoundTrainer", "StoredOutputs"]
 
 _BETAS = (0.9, 0.95)
 # Of all tokens of a trajectory: `teacher_ids` and `teacher_log_probs` `[response, k]`, and perhaps
@@ -41,10 +41,6 @@ _CROSS_ENTROPY = DraftObjective(hard_label_weight=1.0, labels="trajectory")
 
 class InterruptedRoundError(Exception):
     """Somebody asked to stop; the round is unfinished."""
-
-
-class DivergedError(Exception):
-    """The loss or a gradient was not finite; the weights are worthless."""
 
 
 @dataclass
@@ -159,7 +155,7 @@ class RoundTrainer:
 
         Raises:
             InterruptedRoundError: `should_stop` said so.
-            DivergedError: The loss is not finite.
+            TrainingDivergedError: The loss is not finite.
         """
         arguments, began_s = self.arguments, time.perf_counter()
         result, metrics = RoundResult(), self._metrics(trajectories)
@@ -180,7 +176,7 @@ class RoundTrainer:
                     outcome = self._step.run(self.model, batch)
                     loss = outcome.loss_of(self.arguments.trained_parts) / len(group)
                 if not bool(torch.isfinite(loss)):
-                    raise DivergedError(f"The loss of round {round_id} is {loss.item()}.")
+                    raise TrainingDivergedError(f"The loss of round {round_id} is {loss.item()}.")
                 loss.backward()
                 outcome.add_to(metrics, batch["domain_ids"])
                 result.tokens += sum(one.num_response_tokens for one in members)
@@ -228,7 +224,7 @@ class RoundTrainer:
         limit = self.arguments.max_grad_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
         if not bool(torch.isfinite(norm)):
-            raise DivergedError(f"The gradient's norm in round {round_id} is {norm.item()}.")
+            raise TrainingDivergedError(f"The gradient's norm in round {round_id} is {norm.item()}.")
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Subset
 from transformers import Trainer, TrainerCallback, TrainerControl
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, TrainingDivergedError
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from ..output_places import writing_to
 from .anchors import attending, choose_attention
@@ -145,6 +145,7 @@ class DrafterTrainer(Trainer):
             length_scale=args.length_scale,
             logits_memory_bytes=args.logits_memory_bytes,
         )
+        self._losses_are_finite = torch.ones((), device=args.device)
         self.reset_train_metrics()
 
     def reset_train_metrics(self) -> None:
@@ -172,7 +173,15 @@ class DrafterTrainer(Trainer):
             found = last_complete_checkpoint(self.args.output_dir)
             resume_from_checkpoint = None if found is None else str(found)
         with attending(self._drafter_config, self.attention):
-            return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        self._check_losses()
+        return output
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The parent's; remembers whether the loss was finite, without waiting for the device."""
+        loss = super().training_step(*args, **kwargs)
+        self._losses_are_finite *= torch.isfinite(loss).all()
+        return loss
 
     def save_drafter(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """
@@ -184,13 +193,32 @@ class DrafterTrainer(Trainer):
                 the adapter.
             dtype (`torch.dtype`, *optional*):
                 What to round the weights to; by default they stay as they are.
+
+        Raises:
+            TrainingDivergedError: a weight is not finite.
         """
         state_dict = self.accelerator.get_state_dict(self.model)
+        for name, tensor in state_dict.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise TrainingDivergedError(
+                    f"`{name}` has values that are no finite numbers, so nothing was written: training has diverged. "
+                    "Lower `learning_rate` (--learning-rate) and begin anew (--no-resume)."
+                )
         if self.args.should_save:
             save_trained(self.accelerator.unwrap_model(self.model), state_dict, directory, dtype)
 
+    def _check_losses(self) -> None:
+        """All processes must call this, so that all of them end."""
+        if not bool(self.accelerator.reduce(self._losses_are_finite, reduction="mean") == 1):
+            raise TrainingDivergedError(
+                f"By step {self.state.global_step} the loss was no finite number any more: training has diverged. "
+                f"Lower `learning_rate` (--learning-rate), which is {self.args.learning_rate:g}, and begin anew "
+                "(--no-resume)."
+            )
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """The parent's; of one that cannot be written nothing is left, since room is what is missing."""
+        self._check_losses()  # or the last one that can be resumed from would be worthless
         directory = Path(self.args.output_dir)
         try:
             with writing_to(directory, "output_dir", "complete checkpoints stay: resume from the last one"):
@@ -264,6 +292,7 @@ class DrafterTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add what was measured on the training batches since the last entry."""
         if "loss" in logs:
+            self._check_losses()
             self._train_metrics.reduce(lambda values: self.accelerator.reduce(values, reduction="sum"))
             measured = self._train_metrics.compute("train")
             logs |= {name: measured[f"train_{name}"] for name in _LOGGED_METRICS if f"train_{name}" in measured}

@@ -9,9 +9,9 @@ from online_traffic import served
 from published_drafters import adapted_drafter
 from tiny_models import tiny_drafter, tiny_target
 
-from adaflash_hf.errors import DrafterCompatibilityError, InvalidInputError
+from adaflash_hf.errors import DrafterCompatibilityError, InvalidInputError, TrainingDivergedError
 from adaflash_hf.online.online_arguments import OnlineTrainingArguments
-from adaflash_hf.online.round_training import DivergedError, InterruptedRoundError, RoundTrainer
+from adaflash_hf.online.round_training import InterruptedRoundError, RoundTrainer
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_a_loss_that_is_not_finite_ends_the_round(target, traffic):
     trainer = make(target)
     with torch.no_grad():
         trainer.model.norm.weight[0] = float("nan")
-    with pytest.raises(DivergedError, match="round 3 is nan"):
+    with pytest.raises(TrainingDivergedError, match="round 3 is nan"):
         trainer.train(traffic, 3)
 
 

@@ -9,7 +9,7 @@ from tiny_trainer import LAYER_IDS, KillAt, make_trainer, weights_of
 from tiny_trajectories import make_trajectories, run_until_killed
 
 from adaflash_hf import ConfidenceHeadModel, DFlashDrafterModel
-from adaflash_hf.errors import DrafterCompatibilityError, InvalidInputError
+from adaflash_hf.errors import DrafterCompatibilityError, InvalidInputError, TrainingDivergedError
 from adaflash_hf.training.drafter_trainer import DrafterTrainer, last_complete_checkpoint
 from adaflash_hf.training.initialization import new_confidence_head
 from adaflash_hf.training.optimizers import MuonWithAdamW
@@ -239,6 +239,19 @@ def test_attention_is_that_of_training_only_while_it_trains(target, directory, t
         make_trainer(target, directory, tmp_path, drafter_attention="flex_attention")
     with pytest.raises(InvalidInputError, match="drafter_attention"):
         make_trainer(target, directory, tmp_path, drafter_attention="flash_attention_2")
+
+
+def test_diverged_training_ends_and_leaves_no_weights(target, directory, tmp_path):
+    fields = {"learning_rate": 1e30, "max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    trainer = make_trainer(target, directory, tmp_path, **fields)
+    with pytest.raises(
+        TrainingDivergedError, match=r"By step \d .*`learning_rate` \(--learning-rate\), which is 1e\+30"
+    ):
+        trainer.train()
+    assert not list(tmp_path.glob("checkpoint-*"))
+    with pytest.raises(TrainingDivergedError, match="nothing was written"):
+        trainer.save_drafter(tmp_path / "drafter")
+    assert not (tmp_path / "drafter" / "config.json").exists()
 
 
 def test_contradictions_are_refused(target, directory, tmp_path):
