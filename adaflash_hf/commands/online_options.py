@@ -22,6 +22,7 @@ __all__ = [
     "HeldOutShareOption",
     "InferenceThreadsOption",
     "KeepVersionsOption",
+    "LearningRateBackoffOption",
     "LearningRateOption",
     "LengthHeadLearningRateOption",
     "LoraRankOption",
@@ -131,6 +132,14 @@ LearningRateOption = Annotated[
 ]
 LengthHeadLearningRateOption = Annotated[
     float, typer.Option("--length-head-learning-rate", help="Of its length head.", rich_help_panel=_TRAINING)
+]
+LearningRateBackoffOption = Annotated[
+    float,
+    typer.Option(
+        "--learning-rate-backoff",
+        help="Factor on both rates after a round that was rejected; published ones take it back. 1: none.",
+        rich_help_panel=_TRAINING,
+    ),
 ]
 ObjectiveOption = Annotated[
     str,

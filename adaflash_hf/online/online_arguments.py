@@ -51,6 +51,9 @@ class OnlineTrainingArguments:
 
         learning_rate (`float`, defaults to 3e-4), length_head_learning_rate (`float`, defaults to 2e-4):
             Of the drafter, and of its length head.
+        learning_rate_backoff (`float`, defaults to 0.5):
+            Factor on both rates after a round that was rejected or diverged. Five published rounds take it back, until
+            the rates are what they were. 1 leaves them alone.
         trained_parts (`str`, defaults to `"both"`):
             `"both"`, `"drafter"` or `"length_head"`.
         lora_rank (`int`, *optional*):
@@ -102,6 +105,7 @@ class OnlineTrainingArguments:
     balanced: bool = False
     learning_rate: float = 3e-4
     length_head_learning_rate: float = 2e-4
+    learning_rate_backoff: float = 0.5
     trained_parts: str = "both"
     lora_rank: int | None = None
     objective: str = "mixture"
@@ -138,6 +142,11 @@ class OnlineTrainingArguments:
         for name in ("learning_rate", "length_head_learning_rate"):
             if not getattr(self, name) > 0:
                 raise InvalidInputError(f"`{name}` is {getattr(self, name)}; it must be above 0.")
+        if not 0 < self.learning_rate_backoff <= 1:
+            raise InvalidInputError(
+                f"`learning_rate_backoff` is {self.learning_rate_backoff}; it must be above 0 and at most 1 (which "
+                "leaves the rates as they are)."
+            )
         for name in ("held_out", "min_held_out", "tolerance", "weight_decay", "max_grad_norm"):
             if getattr(self, name) < 0:
                 raise InvalidInputError(f"`{name}` is {getattr(self, name)}; it must not be negative.")

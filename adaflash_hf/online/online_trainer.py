@@ -27,7 +27,7 @@ from .published_versions import VersionManifest
 from .publisher import Publisher, VersionConflictError
 from .recorded_trajectory import RecordedTrajectory, fit_for_target
 from .replay_buffer import ReplayBuffer
-from .round_judgement import judge_round, round_figures, served_acceptance
+from .round_judgement import judge_round, learning_rate_factor, round_figures, served_acceptance
 from .round_training import InterruptedRoundError, RoundResult, RoundTrainer, StoredOutputs
 from .run_status import StatusFile
 from .time_left import TimeLeft
@@ -294,9 +294,10 @@ class OnlineTrainer:
         served = served_acceptance(self.buffer.acceptance(history[-1]["created_s"] if history else 0.0))
         before = self._judge("judging before", held_out)
         result, after, outcome = RoundResult(), before, "unusable"
+        rate_factor = learning_rate_factor(arguments, history)
         if trajectories:
             try:
-                result = self._train(trajectories, opened.id)
+                result = self._train(trajectories, opened.id, rate_factor)
                 after = self._judge("judging after", held_out)
                 outcome = judge_round(arguments, before, after)
             except TrainingDivergedError as error:
@@ -309,6 +310,7 @@ class OnlineTrainer:
             "outcome": outcome,
             "trajectories": dict(Counter(one.domain for one in trajectories)),
             "served": served,
+            "learning_rate_factor": rate_factor,
             **round_figures(arguments, before, after, result),
         }
         if outcome == "published":
@@ -374,7 +376,7 @@ class OnlineTrainer:
         self.progress = replace(self.progress, manifest=None)
         self._follow_pointer()
 
-    def _train(self, trajectories: Sequence[RecordedTrajectory], round_id: int) -> RoundResult:
+    def _train(self, trajectories: Sequence[RecordedTrajectory], round_id: int, rate_factor: float) -> RoundResult:
         self._time_left.begin_training()
         # How many there will be is known after the first; until then the file has the number of the round before.
         self._report("training", round=round_id, updates_done=0, updates_total=None)
@@ -384,7 +386,9 @@ class OnlineTrainer:
             end_s = self._time_left.end_s
             self.status.update(now=False, updates_done=done, updates_total=total, expected_end_s=end_s)
 
-        return self._trainer.train(trajectories, round_id, on_update=show, should_stop=self._stopping.is_set)
+        return self._trainer.train(
+            trajectories, round_id, rate_factor=rate_factor, on_update=show, should_stop=self._stopping.is_set
+        )
 
     def _judge(self, phase: str, held_out: Sequence[RecordedTrajectory]) -> dict[str, float]:
         with self._time_left.judging(is_last=phase == "judging after"):

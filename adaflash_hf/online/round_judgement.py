@@ -11,8 +11,12 @@ from .replay_buffer import DomainAcceptance
 from .round_training import RoundResult
 
 
-__all__ = ["acceptance_lengths", "judge_round", "round_figures", "served_acceptance"]
+__all__ = ["acceptance_lengths", "judge_round", "learning_rate_factor", "round_figures", "served_acceptance"]
 
+# So many published rounds take back what one rejected round took from the learning rate.
+_ROUNDS_TO_RECOVER = 5
+# Below, a round changes next to nothing.
+_LEAST_RATE_FACTOR = 1 / 64
 _TAU = "eval_acceptance_length"
 _HEAD_ERROR = "eval_length_head_error"
 
@@ -36,6 +40,26 @@ def judge_round(arguments: OnlineTrainingArguments, before: Mapping[str, float],
     if old is None or new is None:
         return "unjudged"
     return "published" if new >= old - arguments.tolerance else "rejected"
+
+
+def learning_rate_factor(arguments: OnlineTrainingArguments, history: Iterable[Mapping[str, Any]]) -> float:
+    """
+    What the next round's learning rates are multiplied with. A rate that adapts to new traffic in a few rounds is too
+    high for a drafter that knows its traffic already: its rounds are rejected, until the rate fits.
+
+    Args:
+        arguments (`OnlineTrainingArguments`):
+            Say how much a rejected round lowers the rates.
+        history (`Iterable[Mapping[str, Any]]`):
+            Entries of the rounds so far, oldest first.
+    """
+    factor, backoff = 1.0, arguments.learning_rate_backoff
+    for entry in history:
+        if entry["outcome"] in ("rejected", "diverged"):
+            factor = max(factor * backoff, _LEAST_RATE_FACTOR)
+        elif entry["outcome"] == "published":
+            factor = min(factor * backoff ** (-1 / _ROUNDS_TO_RECOVER), 1.0)
+    return factor
 
 
 def acceptance_lengths(metrics: Mapping[str, float], balanced: bool) -> dict[str, float]:

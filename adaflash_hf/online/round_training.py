@@ -137,17 +137,20 @@ class RoundTrainer:
         trajectories: Sequence[RecordedTrajectory],
         round_id: int,
         *,
+        rate_factor: float = 1.0,
         on_update: Callable[[int, int], None] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> RoundResult:
         """
-        Go through the trajectories of a round. What it does depends on them, the round's number and the weights alone.
+        Go through the trajectories of a round. What it does depends on the arguments and the weights alone.
 
         Args:
             trajectories (`Sequence[RecordedTrajectory]`):
                 What to train on.
             round_id (`int`):
                 Number of the round; decides order and anchors.
+            rate_factor (`float`, *optional*, defaults to 1.0):
+                On the learning rates.
             on_update (`Callable[[int, int], None]`, *optional*):
                 Called after each update with how many are done and how many there are.
             should_stop (`Callable[[], bool]`, *optional*):
@@ -168,6 +171,8 @@ class RoundTrainer:
         steps = arguments.gradient_accumulation_steps
         groups = [batches[begin : begin + steps] for begin in range(0, len(batches), steps)]
         self.model.train()
+        for parameters in self.optimizer.param_groups:
+            parameters["lr"] = rate_factor * parameters["initial_lr"]
         for group in groups:
             for epoch, members in group:
                 collator.epoch = round_id * arguments.epochs + epoch
@@ -263,10 +268,15 @@ class RoundTrainer:
             head_learning_rate=arguments.length_head_learning_rate,
             use_muon=arguments.use_muon,
         )
+        optimizer: torch.optim.Optimizer
         if arguments.use_muon:
-            return MuonWithAdamW(groups, arguments.weight_decay, _BETAS)
-        plain = [{"params": group["params"], "lr": group["lr"]} for group in groups]
-        return torch.optim.AdamW(plain, weight_decay=arguments.weight_decay, betas=_BETAS)
+            optimizer = MuonWithAdamW(groups, arguments.weight_decay, _BETAS)
+        else:
+            plain = [{"params": group["params"], "lr": group["lr"]} for group in groups]
+            optimizer = torch.optim.AdamW(plain, weight_decay=arguments.weight_decay, betas=_BETAS)
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        return optimizer
 
 
 def _teacher_of(objective: DraftObjective, stored: StoredOutputs | None) -> str:

@@ -77,6 +77,8 @@ def test_a_round_that_loses_is_taken_back(target, traffic, tmp_path, monkeypatch
     assert not trainer.store.read_progress().manifest
     trainer.run(max_rounds=1)
     assert trainer.progress.history[-1]["outcome"] == "published"
+    # It learned more slowly, which a trainer that was started anew would have known too.
+    assert [entry["learning_rate_factor"] for entry in trainer.store.read_progress().history] == [1.0, 0.5]
     assert trainer.buffer.open_round() is None
 
 

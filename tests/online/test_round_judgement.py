@@ -4,7 +4,7 @@ import pytest
 
 from adaflash_hf.online.online_arguments import OnlineTrainingArguments
 from adaflash_hf.online.replay_buffer import DomainAcceptance
-from adaflash_hf.online.round_judgement import acceptance_lengths, judge_round, served_acceptance
+from adaflash_hf.online.round_judgement import acceptance_lengths, judge_round, learning_rate_factor, served_acceptance
 
 
 def metrics(overall, **domains):
@@ -27,6 +27,25 @@ def metrics(overall, **domains):
 )
 def test_only_what_does_not_lose_is_published(before, after, fields, expected):
     assert judge_round(OnlineTrainingArguments(**fields), before, after) == expected
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        ([], 1.0),
+        (["published"] * 3, 1.0),
+        (["rejected"], 0.5),
+        (["rejected", "diverged"], 0.25),
+        (["rejected", "unjudged", "withdrawn", "unusable", "refused"], 0.5),
+        (["rejected", *["published"] * 5], 1.0),
+        (["rejected", "rejected", *["published"] * 5], 0.5),
+        (["rejected"] * 99, 1 / 64),
+    ],
+)
+def test_rates_fall_with_rejected_rounds_and_come_back_with_published_ones(outcomes, expected):
+    history = [{"outcome": outcome} for outcome in outcomes]
+    assert learning_rate_factor(OnlineTrainingArguments(), history) == pytest.approx(expected)
+    assert learning_rate_factor(OnlineTrainingArguments(learning_rate_backoff=1.0), history) == 1.0
 
 
 def test_acceptance_lengths_by_domain_and_in_all():

@@ -113,6 +113,23 @@ def test_an_interrupted_round_says_so(target, traffic):
         make(target).evaluate(traffic, should_stop=lambda: True)
 
 
+@pytest.mark.parametrize("use_muon", [False, True])
+def test_a_factor_on_the_rates_is_as_good_as_other_rates(target, traffic, use_muon):
+    rates = {"learning_rate": 2e-2, "length_head_learning_rate": 4e-2, "use_muon": use_muon}
+    half, whole = (
+        make(target, **{**rates, "learning_rate": 1e-2, "length_head_learning_rate": 2e-2}),
+        make(target, **rates),
+    )
+    before = weights(whole)
+    half.train(traffic, 1)
+    whole.train(traffic, 1, rate_factor=0.5)
+    assert changed(before, weights(whole)) and not changed(weights(half), weights(whole))
+    # The next round is at the whole rate again.
+    half.train(traffic, 2, rate_factor=2.0)
+    whole.train(traffic, 2)
+    assert not changed(weights(half), weights(whole))
+
+
 def test_a_loss_that_is_not_finite_ends_the_round(target, traffic):
     trainer = make(target)
     with torch.no_grad():
