@@ -84,8 +84,8 @@ def adaptation_section(manifest: VersionManifest, lineage: Sequence[int], histor
     settings = manifest.settings
     lines = [
         f"Version {manifest.version}, adapted online on {total} responses of the target to live traffic ({listed}).",
-        f"Objective {settings.get('objective')}, learning rates {settings.get('learning_rate')} (drafter) and "
-        f"{settings.get('length_head_learning_rate')} (length head), rounds of {settings.get('round_size')} "
+        f"Objective {settings.get('objective')}, learning rates of at most {settings.get('learning_rate')} (drafter) "
+        f"and {settings.get('length_head_learning_rate')} (length head), rounds of {settings.get('round_size')} "
         f"trajectories, {settings.get('epochs')} epochs each.",
         "Acceptance length (tau, greedy hindsight) on held-out traffic of that time, before and after each round; the "
         "same blocks before and after, newer ones in each round:",
@@ -102,7 +102,7 @@ def adaptation_section(manifest: VersionManifest, lineage: Sequence[int], histor
         rows += [
             (number, domain, f"{before[domain]:.3f}", f"{after[domain]:.3f}", f"{after[domain] - before[domain]:+.3f}")
             for domain in before
-            if domain in after
+            if domain in after and (domain != "all" or len(before) != 2)  # of one domain, all is that one
         ]
     return "\n\n".join([*lines, markdown_table(["version", "domain", "before", "after", "gain"], rows)])
 

@@ -49,9 +49,9 @@ def test_the_section_tells_of_the_version_and_what_it_was_made_from():
     history = [entry(1, 2.0, 2.2), entry(1, 2.2, 1.0, "rejected"), entry(2, 2.2, 2.3)]  # 2 was withdrawn
     section = adaptation_section(manifest, [3, 1, 0], history)
     assert "256 responses of the target to live traffic (56 code, 200 math)" in section
-    assert "Objective mixture, learning rates 0.0003 (drafter) and 0.0002 (length head)" in section
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "math |" in line]
-    assert rows == [["1", "math", "2.000", "2.200", "+0.200"], ["3", "math", "2.200", "2.500", "+0.300"]]
+    assert "Objective mixture, learning rates of at most 0.0003 (drafter) and 0.0002 (length head)" in section
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "|" in line]
+    assert rows[2:] == [["1", "math", "2.000", "2.200", "+0.200"], ["3", "math", "2.200", "2.500", "+0.300"]]
     assert "not adapted" in adaptation_section(VersionManifest(0), [0], [])
 
 
