@@ -5,6 +5,7 @@ loaded that way still runs, only with nothing accepted. Here each of these is an
 """
 
 import copy
+import os
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -186,9 +187,8 @@ def find_weight_files(path: Any, variant: str | None, hub: dict[str, Any]) -> li
         stem, suffix = name.split(".", 1)
         filename = name if variant is None else f"{stem}.{variant}.{suffix}"
         found[name] = cached_file(path, filename, _raise_exceptions_for_missing_entries=False, **hub)
-        if found[name] is not None:
-            break
     if (single := found[SAFE_WEIGHTS_NAME]) is not None:
+        _refuse_other_shards(path, single, found[SAFE_WEIGHTS_INDEX_NAME], hub)
         return [single]
     if (index := found[SAFE_WEIGHTS_INDEX_NAME]) is not None:
         try:
@@ -203,6 +203,24 @@ def find_weight_files(path: Any, variant: str | None, hub: dict[str, Any]) -> li
         f"{path} has no `{SAFE_WEIGHTS_NAME}`. Pickled weights (.bin, .pt, .ckpt) are never opened, because opening "
         "one can run code. Convert them to safetensors where you trust them, or use another checkpoint."
     )
+
+
+def _refuse_other_shards(path: Any, single: str, index: str | None, hub: dict[str, Any]) -> None:
+    """A drafter saved in shards over one in a single file leaves that, which would be loaded in its place."""
+    if index is None:
+        return
+    try:
+        shards, _ = get_checkpoint_shard_files(path, index, **hub)
+    except (OSError, AttributeError, KeyError, TypeError, ValueError):
+        return  # an index without its shards is what a single file saved over them leaves
+    for shard in filter(os.path.isfile, shards):
+        with safe_open(shard, framework="pt") as new, safe_open(single, framework="pt") as old:
+            names = set(old.keys())
+            if not all(name in names and new.get_tensor(name).equal(old.get_tensor(name)) for name in new.keys()):
+                raise DrafterCheckpointError(
+                    f"{path} holds other weights in `{os.path.basename(single)}` than in the shards of "
+                    f"`{os.path.basename(index)}`: one is of an earlier save. Remove that one."
+                )
 
 
 def check_loading_info(info: Mapping[str, Any], source: str) -> None:

@@ -27,9 +27,10 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+# Of a model, not of an adapter.
+_WEIGHTS = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"]
 # Not the records of the run: they hold the paths of the machine it was on.
-_UPLOADED = ["README.md", "config.json", *_WEIGHTS, "*.py", "metrics.json"]
+_UPLOADED = ["README.md", "config.json", "*.safetensors", "*.safetensors.index.json", "*.py", "metrics.json"]
 # What the Hub's client raises where something answers that is no Hub: a proxy's page, or JSON of another shape.
 _NO_HUB_ANSWERS: tuple[type[Exception], ...] = (json.JSONDecodeError, KeyError, TypeError, AttributeError)
 
@@ -172,8 +173,7 @@ def upload_drafter(directory: str | Path, repo_id: str, *, replace_card: bool = 
         keeps_card = not replace_card and CARD_FILE in there and _has_card_by_hand(repo_id, before.sha)
         files = {path.name for path in directory.iterdir() if path.is_file() and _matches(path.name, _UPLOADED)}
         files -= {CARD_FILE} if keeps_card else set()
-        # `from_pretrained` would read them; what lies in folders is no business of ours.
-        stale = {name for name in there - files if "/" not in name and _matches(name, _WEIGHTS)}
+        stale = _stale_weights(there, files)
         # Not `upload_folder`, which may make several commits of it: a reader in between would get half a drafter.
         commit = api.create_commit(
             repo_id,
@@ -212,7 +212,8 @@ def _has_card_by_hand(repo_id: str, revision: str | None = None) -> bool:
 
 def add_card_to_pushes(model_class: type) -> None:
     """
-    Have `model.push_to_hub()` write a drafter's card where the repository has none yet but transformers' blank one.
+    Have `model.push_to_hub()` write a drafter's card where the repository has none yet but transformers' blank one,
+    and remove weights of an earlier drafter that would be loaded in place of these.
 
     The file of the model cannot do this itself: on the Hub it lies beside the weights and runs without the package.
 
@@ -224,9 +225,29 @@ def add_card_to_pushes(model_class: type) -> None:
 
     def upload_with_card(self: Any, working_dir: str | Path, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         _replace_blank_card(Path(working_dir), repo_id, self.name_or_path)
-        return upload(self, working_dir, repo_id, *args, **kwargs)
+        pushed = upload(self, working_dir, repo_id, *args, **kwargs)
+        if not kwargs.get("create_pr"):
+            _remove_stale_weights(Path(working_dir), repo_id, kwargs.get("revision"), kwargs.get("token"))
+        return pushed
 
     model_class._upload_modified_files = upload_with_card  # type: ignore[attr-defined]
+
+
+def _remove_stale_weights(directory: Path, repo_id: str, revision: str | None, token: Any) -> None:
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    there = {sibling.rfilename for sibling in api.model_info(repo_id, revision=revision, token=token).siblings or []}
+    if stale := _stale_weights(there, {path.name for path in directory.iterdir()}):
+        message = "Remove weights of an earlier drafter"
+        api.delete_files(repo_id, sorted(stale), revision=revision, token=token, commit_message=message)
+
+
+def _stale_weights(there: set[str], pushed: set[str]) -> set[str]:
+    """What `from_pretrained` would read beside or in place of what is pushed; folders are no business of ours."""
+    if not any(_matches(name, _WEIGHTS) for name in pushed):
+        return set()
+    return {name for name in there - pushed if "/" not in name and _matches(name, _WEIGHTS)}
 
 
 def _replace_blank_card(directory: Path, repo_id: str, name_or_path: str) -> None:

@@ -40,6 +40,21 @@ def test_perturbed_saved_and_loaded(load: Callable, tmp_path: Path) -> None:
     assert_same_drafter(load(tmp_path), drafter)
 
 
+@pytest.mark.parametrize("load", [DFlashDrafterModel.from_pretrained, AutoModel.from_pretrained])
+def test_shards_saved_over_a_single_file_are_not_passed_over(load: Callable, tmp_path: Path) -> None:
+    tiny_drafter(seed=1).save_pretrained(tmp_path)
+    tiny_drafter(seed=1).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert_same_drafter(load(tmp_path), tiny_drafter(seed=1))  # both are there, and the same
+    tiny_drafter(seed=2).save_pretrained(tmp_path, max_shard_size="20KB")
+    with pytest.raises(DrafterCheckpointError, match=r"other weights in `model\.safetensors` than in the shards"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert_same_drafter(load(tmp_path), tiny_drafter(seed=2))
+    # The other way round transformers removes the shards, and the index without them means nothing.
+    tiny_drafter(seed=3).save_pretrained(tmp_path)
+    assert_same_drafter(load(tmp_path), tiny_drafter(seed=3))
+
+
 def test_loading_arguments_reach_transformers(tmp_path: Path) -> None:
     original = tiny_drafter(rope_theta=1e6)
     original.save_pretrained(tmp_path / "ours", variant="best")

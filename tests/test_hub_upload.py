@@ -64,13 +64,23 @@ def test_weights_of_an_earlier_drafter_are_not_left_beside(hub, tmp_path):
     drafter.save_pretrained(tmp_path / "whole")
     reserve_repository("org/drafter")
     files = hub.repositories["org/drafter"]
-    files["other/notes.safetensors"] = b"of somebody"
+    files |= {"other/notes.safetensors": b"of somebody", "adapter_model.safetensors": b"an adapter's"}
     for directory in ("shards", "whole", "shards"):
         upload_drafter(tmp_path / directory, "org/drafter")
         weights = {name for name in files if ".safetensors" in name}
         there = {path.name for path in (tmp_path / directory).glob("*.safetensors*")}
-        assert weights == there | {"other/notes.safetensors"}
+        assert weights == there | {"other/notes.safetensors", "adapter_model.safetensors"}
     assert len(weights) > 3
+
+
+def test_push_to_hub_leaves_no_weights_of_an_earlier_drafter(hub):
+    for seed, size in ((1, "20KB"), (2, "1GB"), (3, "20KB")):
+        drafter = tiny_drafter(seed=seed)
+        drafter.push_to_hub("org/drafter", max_shard_size=size)
+        loaded = DFlashDrafterModel.from_pretrained("org/drafter", force_download=True)
+        assert all(tensor.equal(loaded.state_dict()[name]) for name, tensor in drafter.state_dict().items())
+        is_whole = "model.safetensors" in hub.repositories["org/drafter"]
+        assert is_whole == (size == "1GB") != ("model.safetensors.index.json" in hub.repositories["org/drafter"])
 
 
 def test_a_change_meanwhile_is_not_overwritten(hub, tmp_path, monkeypatch):
