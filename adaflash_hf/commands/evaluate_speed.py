@@ -62,8 +62,9 @@ def speed(
         console=console,
     )
     sections = speed_sections(result)
-    write_results(out, result, "Speed of one request at a time", sections)
+    # First on the terminal: the disk may be full by now.
     Console().print("\n\n".join(sections[:3]), highlight=False, markup=False, soft_wrap=True)
+    write_results(out, result, "Speed of one request at a time", sections)
 
 
 def run_speed(

@@ -6,13 +6,14 @@ import json
 import sys
 
 import pytest
+from full_disk import full_after
 from published_drafters import adapted_drafter
 from stand_ins import SPECIAL_TOKENS, byte_target, load_byte_target
 from tiny_trajectories import make_trajectories
 
 from adaflash_hf import embedded_target
 from adaflash_hf.cli import main
-from adaflash_hf.commands import loading
+from adaflash_hf.commands import evaluate_speed, loading
 from adaflash_hf.evaluation.experiments import EXPERIMENTS
 
 
@@ -71,6 +72,14 @@ def test_speed(drafter, tmp_path, capsys):
         "results-published.png", "results-speedup.png"
     }  # fmt: skip
     assert str(tmp_path) not in json.dumps(data)
+
+
+def test_what_was_measured_is_told_where_the_disk_is_full_by_then(drafter, tmp_path, capsys):
+    arguments = ("--limit", 1, "--max-new-tokens", 8, "--length-policy", "fixed", "--drafter", drafter, "--no-plots")
+    with full_after(evaluate_speed, "run_speed", 1, room_bytes=100):
+        assert run("speed", *arguments, "--out", tmp_path) == 2
+    shown = capsys.readouterr()
+    assert "Make room" in shown.err and "| AdaFlash | speedup |" in shown.out and "tok/s" in shown.out
 
 
 def test_a_benchmark_with_other_defaults(drafter, tmp_path, capsys):
