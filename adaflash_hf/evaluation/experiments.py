@@ -163,15 +163,16 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         _bench(
             "sampling",
-            "Temperature 1: drafts chosen by their probability or the likeliest ones.",
-            25,
+            "Temperatures 0.7 and 1: drafts chosen by their probability or the likeliest ones.",
+            50,
             ["dflash", "cost_aware"],
             concurrencies=["1"],
             workloads=["gsm8k", "vicuna"],
             repeats=2,
             sweep={
-                "argmax drafts": {"temperature": 1.0, "draft_proposal": "argmax"},
-                "sampled drafts": {"temperature": 1.0, "draft_proposal": "sample"},
+                f"{drafts} drafts at {temperature:g}": {"temperature": temperature, "draft_proposal": proposal}
+                for temperature in (0.7, 1.0)
+                for drafts, proposal in (("argmax", "argmax"), ("sampled", "sample"))
             },
             published=("dflash-4b-sampled", "dflash-8b-sampled"),
         ),

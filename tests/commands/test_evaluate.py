@@ -124,8 +124,8 @@ def test_one_setting_after_the_other(drafter, tmp_path):
         (f"gsm8k, {kind} drafts", method) for kind in ("argmax", "sampled") for method in ("plain", "dflash")
     ]
     assert {row["identical"] for row in data["results"]} == {None}  # answers drawn at random are not compared
-    assert data["settings"]["sweep"]["sampled drafts"]["draft_proposal"] == "sample"
-    assert "## gsm8k, argmax drafts" in page and "temperature 1, *theirs*" in page
+    assert data["settings"]["sweep"]["sampled drafts at 1"]["draft_proposal"] == "sample"
+    assert "## gsm8k, argmax drafts at 0.7" in page and "temperature 1, *theirs*" in page
     assert (tmp_path / "sampling" / "results-tau.png").is_file()
 
 
