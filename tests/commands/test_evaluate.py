@@ -121,7 +121,10 @@ def test_one_setting_after_the_other(drafter, tmp_path):
     assert run("sampling", *small, "--drafter", drafter, "--out", tmp_path) == 0
     data, page = results(tmp_path, "sampling")
     assert [(row["workload"], row["method"]) for row in data["results"]] == [
-        (f"gsm8k, {kind} drafts", method) for kind in ("argmax", "sampled") for method in ("plain", "dflash")
+        (f"gsm8k, {drafts} drafts at {temperature}", method)
+        for temperature in ("0.7", "1")
+        for drafts in ("argmax", "sampled")
+        for method in ("plain", "dflash")
     ]
     assert {row["identical"] for row in data["results"]} == {None}  # answers drawn at random are not compared
     assert data["settings"]["sweep"]["sampled drafts at 1"]["draft_proposal"] == "sample"
