@@ -147,8 +147,8 @@ def sampling_sentence() -> str:
     (warm, warm_tau), (warm_sampled, warm_sampled_tau) = told("argmax", "0.7"), told("sampled", "0.7")
     (hot, hot_tau), (hot_sampled, hot_sampled_tau) = told("argmax", "1"), told("sampled", "1")
     return (
-        f"at temperature 0.7 `cost_aware` gains {warm} with the likeliest drafts, {warm_sampled} with sampled ones; at "
-        f"1 it gains {hot}, and {hot_sampled}. Tau of whole blocks is {warm_tau}, {warm_sampled_tau} with sampled "
+        f"at temperature 0.7 `cost_aware` gains {warm} with the likeliest drafts, {warm_sampled} with sampled ones; "
+        f"at 1 it gains {hot}, and {hot_sampled}. Tau of whole blocks is {warm_tau}, {warm_sampled_tau} with sampled "
         f"drafts, {hot_tau} at 1, and {hot_sampled_tau}"
     )
 

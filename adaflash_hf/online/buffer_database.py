@@ -122,6 +122,21 @@ class BufferDatabase:
         with self._transaction("BEGIN") as connection:
             yield connection
 
+    def check(self) -> None:
+        """
+        Look whether the file is whole, all of it.
+
+        Raises:
+            ReplayBufferError: it is damaged, or not a buffer.
+        """
+        with self.reading() as connection:
+            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            problem = " ".join(found.split())
+            raise ReplayBufferError(
+                f"`buffer` is {str(self.path)!r}: {problem} (SQLITE_CORRUPT): {_ADVICE['SQLITE_CORRUPT']}."
+            )
+
     def close(self) -> None:
         """Close the connection; the next transaction opens a new one."""
         with self._lock:

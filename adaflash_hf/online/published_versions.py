@@ -201,7 +201,10 @@ class PublishedVersions:
             return None
         fields = _read_json(path)
         try:
-            return VersionPointer(**{**fields, "withdrawn": tuple(fields.get("withdrawn", ()))})
+            pointer = VersionPointer(**{**fields, "withdrawn": tuple(fields.get("withdrawn", ()))})
+            if not all(isinstance(version, int) for version in (pointer.version, *pointer.withdrawn)):
+                raise TypeError("its versions are no numbers")
+            return pointer
         except TypeError as error:
             raise PublishedVersionError(
                 f"{path} is damaged ({error}); `adaflash online rollback --to N` writes a new one."

@@ -229,7 +229,8 @@ def check_goes_on(
     buffer: Path, buffer_settings: BufferSettings | None, publish_dir: Path, config: DFlashDrafterConfig
 ) -> int | None:
     """
-    Refuse a buffer and a directory that another target or drafter began, before models are loaded.
+    Refuse a buffer and a directory that another target or drafter began, or whose version to serve is damaged, before
+    models are loaded.
 
     Args:
         buffer (`Path`):
@@ -254,12 +255,13 @@ def check_goes_on(
     if latest is None:
         return None
     check_configuration(latest.path, config)
+    latest.check_files()
     return latest.version
 
 
 def check_places(buffer: Path, publish_dir: Path) -> None:
     """
-    Refuse places that cannot be written to, and a file that is no buffer, before models are loaded.
+    Refuse places that cannot be written to, and a file that is no buffer or damaged, before models are loaded.
 
     Args:
         buffer (`Path`):
@@ -285,7 +287,6 @@ def check_places(buffer: Path, publish_dir: Path) -> None:
     if buffer.exists():
         database = BufferDatabase(buffer)
         try:
-            with database.reading():  # opening it looks whose it is
-                pass
+            database.check()
         finally:
             database.close()

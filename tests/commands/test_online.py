@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
+from online_traffic import recorded
 from published_drafters import adapted_drafter, publish
 from tiny_online_run import save_models
 
@@ -20,6 +21,7 @@ from adaflash_hf import DFlashDrafterModel
 from adaflash_hf.cli import main
 from adaflash_hf.commands import online
 from adaflash_hf.online import supervisor
+from adaflash_hf.online.published_versions import PublishedVersions
 from adaflash_hf.online.publisher import Publisher
 from adaflash_hf.online.replay_buffer import BufferSettings, ReplayBuffer
 
@@ -114,6 +116,25 @@ def test_what_another_run_began_is_refused_before_anything_starts(models, tmp_pa
     publish(Publisher(tmp_path / "published"), other)
     assert main(arguments(models, tmp_path, *given)) == 2
     assert "config.json describes another drafter (mask_token_id: " in capsys.readouterr().err
+
+
+def test_what_is_damaged_is_refused_before_anything_starts(models, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(online, "_run", None)
+    given = ["--prompts", str(models / "prompts.jsonl"), "--drafter", str(models / "drafter")]
+    buffer = ReplayBuffer(tmp_path / "buffer", BufferSettings(target=str(models / "target")))
+    buffer.append([recorded(seed, response=2_000) for seed in range(9)])
+    buffer.close()
+    size = (tmp_path / "buffer").stat().st_size
+    with (tmp_path / "buffer").open("r+b") as file:
+        file.seek(4096)
+        file.write(os.urandom(size - 4096))
+    assert main(arguments(models, tmp_path, *given)) == 2
+    assert "(SQLITE_CORRUPT): the file is damaged; move it" in capsys.readouterr().err
+    (tmp_path / "buffer").unlink()
+    number = publish(Publisher(tmp_path / "published"), DFlashDrafterModel.from_pretrained(models / "drafter"))
+    (PublishedVersions(tmp_path / "published").path_of(number) / "model.safetensors").unlink()
+    assert main(arguments(models, tmp_path, *given)) == 2
+    assert "`model.safetensors` has the checksum None" in capsys.readouterr().err
 
 
 def test_a_drafter_that_is_given_again_is_said_not_to_be_served(models, tmp_path, capsys, monkeypatch):

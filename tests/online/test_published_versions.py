@@ -71,7 +71,7 @@ def test_a_missing_or_renamed_version_is_named(directory):
         PublishedVersions(directory).get(7)
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"version": 1, "colour": "red"}', "\x00\x01"])
+@pytest.mark.parametrize("content", ["", "[1]", '{"version": "1"}', '{"version": 1, "colour": "red"}', "\x00\x01"])
 def test_a_damaged_pointer_is_an_error_not_a_guess(directory, content):
     (directory / POINTER_FILE).write_text(content)
     with pytest.raises(PublishedVersionError, match=POINTER_FILE):
