@@ -51,6 +51,13 @@ class Compare(StrEnum):
 _ONLY_IF_ASKED = (Compare.BLOCK, Compare.START, Compare.HEADS)
 
 OutOption = Annotated[Path, typer.Option("--out", help="Directory for results; what is finished there is kept.")]
+RunsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--runs",
+        help="Where finished runs are kept, for several comparisons to share.  [default: runs in the results]",
+    ),
+]
 CompareOption = Annotated[
     list[Compare] | None,
     typer.Option(
@@ -90,6 +97,7 @@ ThresholdOption = Annotated[
 def objectives(
     trajectories: options.TrajectoriesOption,
     out: OutOption,
+    runs: RunsOption = None,
     target: TargetOption = "smollm2-135m",
     init: options.InitOption = None,
     from_scratch: options.FromScratchOption = False,
@@ -120,6 +128,7 @@ def objectives(
     from ..evaluation.ablation_variants import ablation_variants
     from ..evaluation.ablations import read_finished_runs
     from ..evaluation.result_files import check_results_place
+    from ..output_places import check_writable
     from ..training.run_records import write_run_record
     from ..training.trajectory_dataset import add_target_features, check_stored_features
     from .loading import check_checkpoint, check_trajectories, tell_other_makers
@@ -142,6 +151,8 @@ def objectives(
     if init is not None and sizes:
         raise InvalidInputError(f"`--init` is {init!r}, whose sizes are settled; leave out {', '.join(sizes)}.")
     check_results_place(out / RESULTS)
+    kept = runs or out / RUNS
+    check_writable(kept, "runs")
     data = _read(trajectories, max_tokens, held_out)
     dataset: Any = data.train.dataset
     given = {
@@ -162,7 +173,7 @@ def objectives(
         "head_learning_rate": head_learning_rate,
         "eval_anchors": eval_anchors,
     }
-    read_finished_runs(out / RUNS, fixed)
+    read_finished_runs(kept, fixed)
     check_trajectories(dataset, target, features.value)
     for option, path in (("--init", init), ("--head-drafter", fixed["trained"])):
         if path is not None:
@@ -182,7 +193,7 @@ def objectives(
         [name.value for name in wanted], vocabulary_sizes or [2048, 8192, 0], common.vocabulary_size or 0
     )
     write_run_record(out / "run.json", sys.argv, vars(common))
-    _run_all(comparisons, seed or [0, 1, 2], new_drafter, trained, target_model, data, common, out, console)
+    _run_all(comparisons, seed or [0, 1, 2], new_drafter, trained, target_model, data, common, out, kept, console)
 
 
 @app.command(cls=SectionedCommand)
@@ -269,8 +280,8 @@ def length_head(
     _name_files(console, out)
 
 
-def _describe_kept(done: int, total: int, out: Path) -> str:
-    return f"{done} of {total} runs are kept in {out / RUNS}; repeat the command to go on." if done else ""
+def _describe_kept(done: int, total: int, kept: Path) -> str:
+    return f"{done} of {total} runs are kept in {kept}; repeat the command to go on." if done else ""
 
 
 def _show(console: Any, sections: list[str]) -> None:
@@ -399,6 +410,7 @@ def _run_all(
     data: AblationData,
     common: AblationSettings,
     out: Path,
+    kept: Path,
     console: Any,
 ) -> None:
     """Run what is missing; the results file is there after the first run and grows with each."""
@@ -432,7 +444,7 @@ def _run_all(
             soft_wrap=True,
         )
 
-    with without_progress_bars(), telling_what_is_kept(lambda: _describe_kept(len(finished), len(runs), out)):
-        run_ablations(runs, new_drafter, trained, target_model, data, common, out / RUNS, show)
+    with without_progress_bars(), telling_what_is_kept(lambda: _describe_kept(len(finished), len(runs), kept)):
+        run_ablations(runs, new_drafter, trained, target_model, data, common, kept, show)
     _show(console, ablation_sections(comparisons, finished, common, seeds))
     _name_files(console, out)

@@ -179,7 +179,7 @@ def read_finished_runs(directory: Path, common: Mapping[str, Any]) -> dict[tuple
         run = _read(path)
         # What only heads have in common may be settled later than the drafters' runs.
         relevant = expected.keys() - (_OF_HEADS if run.head is None else set())
-        _refuse_difference(path.name, run.common, expected, relevant)
+        _refuse_difference(str(path), run.common, expected, relevant)
         runs[run.key, run.seed] = run
     return runs
 
@@ -357,8 +357,8 @@ def _refuse_difference(file: str, there: Mapping[str, Any], now: Mapping[str, An
     for name in sorted(names):
         if there.get(name) != now.get(name):
             raise InvalidInputError(
-                f"`--out` holds {file} with `{name}` {there.get(name)!r}, now it is {now.get(name)!r}; runs that "
-                "differ in it cannot be compared. Choose another --out, or remove the runs there."
+                f"{file} was done with `{name}` {there.get(name)!r}, now it is {now.get(name)!r}; runs that "
+                "differ in it cannot be compared. Choose another --out or --runs, or remove the runs there."
             )
 
 
@@ -367,8 +367,7 @@ def _read(path: Path) -> FinishedRun:
         return FinishedRun(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise InvalidInputError(
-            f"`--out` holds {str(path)!r}, which cannot be read as a finished run ({first_line(error)}). Remove it to "
-            "have that run repeated."
+            f"{str(path)!r} cannot be read as a finished run ({first_line(error)}). Remove it to have it repeated."
         ) from error
 
 

@@ -145,6 +145,16 @@ def test_runs_of_another_target_or_other_trajectories_are_not_taken_for_these(di
     assert "with `trajectories_sha256` '" in capsys.readouterr().err
 
 
+def test_comparisons_share_what_they_have_in_common(directory, tmp_path, capsys):
+    runs = ("--runs", tmp_path / "shared")
+    assert shorter(directory, tmp_path / "one", *runs) == 0
+    assert "3 of 3" in capsys.readouterr().out
+    assert shorter(directory, tmp_path / "two", "--compare", "position_decay", *runs) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("(kept)") == 3 and "each entry (paper)" in shown and "no decay" in shown
+    assert not (tmp_path / "one" / "runs").exists() and (tmp_path / "two" / "results.json").is_file()
+
+
 def test_a_damaged_run_is_named(directory, tmp_path, capsys, monkeypatch):
     assert shorter(directory, tmp_path) == 0
     file = next((tmp_path / "runs").glob("*.json"))
@@ -152,7 +162,7 @@ def test_a_damaged_run_is_named(directory, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(embedded_target, "load_target", None)
     assert shorter(directory, tmp_path) == 2
     error = capsys.readouterr().err
-    assert f"'{file}', which cannot be read" in error and "Remove it" in error
+    assert f"'{file}' cannot be read as a finished run" in error and "Remove it" in error
 
 
 @pytest.mark.parametrize(
