@@ -127,10 +127,11 @@ def objectives(
     from ..embedded_target import load_target
     from ..evaluation.ablation_variants import ablation_variants
     from ..evaluation.ablations import read_finished_runs
-    from ..evaluation.result_files import check_results_place
+    from ..evaluation.result_files import check_results_place, shown_name
     from ..output_places import check_writable
     from ..training.run_records import write_run_record
     from ..training.trajectory_dataset import add_target_features, check_stored_features
+    from ..weights_digest import weights_sha256
     from .loading import check_checkpoint, check_trajectories, tell_other_makers
 
     if (init is None) != from_scratch:
@@ -161,10 +162,13 @@ def objectives(
         "anchors": anchors,
         "learning_rate": learning_rate,
     }
+    trained_on = head_drafter if Compare.HEADS in wanted else None
     fixed: dict[str, Any] = {
         "target": target,
-        "trained": head_drafter if Compare.HEADS in wanted else None,
-        "trajectories": [str(path) for path in trajectories],
+        "start_sha256": None if init is None else weights_sha256(init),
+        "trained": None if trained_on is None else shown_name(trained_on),
+        "trained_sha256": None if trained_on is None else weights_sha256(trained_on),
+        "trajectories": [path.resolve().name for path in trajectories],
         "trajectories_sha256": dataset.fingerprint,
         "train_trajectories": len(data.train),
         "held_out_trajectories": len(data.held_out),
@@ -175,11 +179,11 @@ def objectives(
     }
     read_finished_runs(kept, fixed)
     check_trajectories(dataset, target, features.value)
-    for option, path in (("--init", init), ("--head-drafter", fixed["trained"])):
+    for option, path in (("--init", init), ("--head-drafter", trained_on)):
         if path is not None:
             check_checkpoint(path, option, target=target)
     started = None if init is None else _load_float32(init, "--init")
-    trained = None if fixed["trained"] is None else _load_float32(fixed["trained"], "--head-drafter")
+    trained = None if trained_on is None else _load_float32(trained_on, "--head-drafter")
     check_stored_features(dataset, features.value, None if started is None else started.config.target_layer_ids)
     console = Console(markup=False)  # names and places may have brackets
     tell_other_makers(trajectories, target, console.print)
@@ -358,8 +362,10 @@ def _starts(
 
 
 def _describe_start(init: str | None, drafter: DFlashDrafterModel) -> str:
+    from ..evaluation.result_files import shown_name
+
     if init is not None:
-        return f"the drafter {init}"
+        return f"the drafter {shown_name(init)}"
     sizes = f"{drafter.config.num_hidden_layers} layers, block {drafter.config.block_size}"
     return f"its target's last layers ({sizes}, {drafter.num_parameters() / 1e6:.1f}M parameters)"
 

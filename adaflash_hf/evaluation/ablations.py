@@ -47,7 +47,7 @@ __all__ = [
 
 # Name of the trained head in a run's own report.
 HEAD = "head"
-_OF_HEADS = {"trained", "head_steps", "head_learning_rate"}
+_OF_HEADS = {"trained", "trained_sha256", "head_steps", "head_learning_rate"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class AblationSettings:
     Attributes:
         target: Its name.
         start: What drafters start from.
+        start_sha256: [`weights_sha256`] of the drafter they start from; None if that is none on the disk.
         trained: What heads are trained on; None without heads.
+        trained_sha256: The same of that.
         trajectories: Directories.
         trajectories_sha256: [`TrajectoryDataset.fingerprint`] of what is in them.
         train_trajectories: How many are learned from.
@@ -79,7 +81,9 @@ class AblationSettings:
 
     target: str
     start: str
+    start_sha256: str | None
     trained: str | None
+    trained_sha256: str | None
     trajectories: list[str]
     trajectories_sha256: str
     train_trajectories: int

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from .bench_methods import BenchMethod, BenchModels, EngineMethod, Sampling
 from .bench_results import PLAIN, Agreement, BenchRow, MethodRun, summarise
 from .bench_turns import run_in_turns
 from .comparison import find_first_difference
+from .result_files import shown_name
 from .workloads import Workload
 
 
@@ -170,24 +170,18 @@ def describe_environment(target: PreTrainedModel | None = None, drafter: Any = N
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
             "dtype": str(target.dtype).removeprefix("torch."),
-            "target": _name(target),
+            "target": shown_name(target.name_or_path),
             "target_parameters": target.num_parameters(),
             "attention": target.config._attn_implementation,
         }
     if drafter is not None:
         environment |= {
-            "drafter": _name(drafter),
+            "drafter": shown_name(drafter.name_or_path),
             "drafter_parameters": drafter.num_parameters(),
             "drafter_sha256": weights_sha256(drafter.name_or_path),
             "block_size": drafter.config.block_size,
         }
     return environment | more
-
-
-def _name(model: PreTrainedModel) -> str:
-    """Where a directory lies means nothing elsewhere."""
-    path = Path(model.name_or_path)
-    return path.name if path.is_dir() else str(model.name_or_path)
 
 
 def _processor_name() -> str:

@@ -12,7 +12,7 @@ from ..errors import OutputError
 from ..output_places import check_writable, writing_to
 
 
-__all__ = ["check_results_place", "markdown_table", "mean_and_spread", "write_results"]
+__all__ = ["check_results_place", "markdown_table", "mean_and_spread", "shown_name", "write_results"]
 
 _DATA, _TEXT = ".json", ".md"
 
@@ -71,6 +71,18 @@ def check_results_place(path: str | Path) -> None:
                 f"`out` would have results in {str(file)!r}, which is a directory. Move it away, or pass another "
                 "place; nothing was done yet."
             )
+
+
+def shown_name(name_or_path: str | Path) -> str:
+    """
+    Of a model, as results have it: where a directory lies means nothing elsewhere.
+
+    Args:
+        name_or_path (`str` or `Path`):
+            A directory, or a Hub id.
+    """
+    path = Path(name_or_path)
+    return path.resolve().name if path.is_dir() else str(name_or_path)
 
 
 def write_results(path: str | Path, data: Mapping[str, Any], title: str, sections: Iterable[str]) -> None:

@@ -72,7 +72,7 @@ def test_heads_are_compared_on_the_drafter_that_runs_start_from(directory, draft
     start = ("--init", drafter / "drafter")
     assert run("objectives", "--trajectories", directory, "--out", tmp_path, *start, *arguments) == 0
     assert "| truncated labels, authors' shape |" in (tmp_path / "results.md").read_text()
-    assert f"on {drafter / 'drafter'}, which stays as it is" in capsys.readouterr().out
+    assert "on drafter, which stays as it is" in capsys.readouterr().out
 
 
 def test_length_heads_side_by_side(directory, drafter, tmp_path, capsys):
@@ -143,6 +143,18 @@ def test_runs_of_another_target_or_other_trajectories_are_not_taken_for_these(di
     make_trajectories(directory, make_target(), teacher_top_k=4, max_new_tokens=9)
     assert shorter(directory, out) == 2
     assert "with `trajectories_sha256` '" in capsys.readouterr().err
+
+
+def test_runs_that_began_with_other_weights_are_not_taken_for_these(directory, tmp_path, capsys):
+    start, out = tmp_path / "drafter", tmp_path / "out"
+    options = ("--trajectories", directory, "--out", out, "--init", start, "--compare", "clip", "--seed", 0)
+    budget = ("--steps", 2, "--anchors", 4, "--held-out", 3, "--features", "compute")
+    tiny_drafter(make_target(), seed=1).save_pretrained(start)
+    assert run("objectives", *options, *budget) == 0
+    assert str(tmp_path) not in (out / "results.json").read_text()
+    tiny_drafter(make_target(), seed=2).save_pretrained(start)
+    assert run("objectives", *options, *budget) == 2
+    assert "with `start_sha256` '" in capsys.readouterr().err
 
 
 def test_comparisons_share_what_they_have_in_common(directory, tmp_path, capsys):

@@ -26,7 +26,8 @@ from adaflash_hf.training.trajectory_dataset import TrajectoryDataset
 
 
 COMMON = AblationSettings(
-    target="tiny", start="tiny", trained="tiny", trajectories=["somewhere"], trajectories_sha256="",
+    target="tiny", start="tiny", start_sha256=None, trained="tiny", trained_sha256=None,
+    trajectories=["somewhere"], trajectories_sha256="",
     train_trajectories=9, held_out_trajectories=3, steps=2,
     head_steps=2, batch_size=2, anchors=4, eval_anchors=6, learning_rate=1e-2, head_learning_rate=1e-2,
     warmup_steps=1, decay_fraction=0.5, position_decay=2.0, vocabulary_size=60, bf16=False,
