@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import InvalidInputError
+from .interruption import telling_what_is_kept
 from .options import DeviceOption, DrafterOption, Dtype, DtypeOption, TargetOption
 
 
@@ -127,7 +128,7 @@ def online(
         )
     from ..embedded_target import without_progress_bars
 
-    with without_progress_bars():
+    with without_progress_bars(), telling_what_is_kept(lambda: _describe_kept(out)):
         _shift_run(options).compare(chosen, plots)
 
 
@@ -173,8 +174,13 @@ def cross_domain(
     }
     from ..embedded_target import without_progress_bars
 
-    with without_progress_bars():
+    with without_progress_bars(), telling_what_is_kept(lambda: _describe_kept(out)):
         _shift_run({**options, **fixed}).cross(plots)
+
+
+def _describe_kept(out: Path) -> str:
+    there = len(list((out / "runs").glob("*.json")))
+    return f"{there} finished runs are kept in {out / 'runs'}; repeat the command to go on." if there else ""
 
 
 def _shift_run(options: dict[str, Any]) -> Any:

@@ -142,6 +142,7 @@ class ShiftRun:
         """What all runs have in common."""
         from ..evaluation.domain_shift import DomainShiftSettings
         from ..evaluation.domain_traffic import TrafficShape
+        from ..evaluation.result_files import shown_name
 
         shape = TrafficShape(
             home=self.home,
@@ -153,8 +154,8 @@ class ShiftRun:
             held_out_share=0.125 if self.guard else 0.0,
         )
         return DomainShiftSettings(
-            # Where it lies means nothing elsewhere.
-            start=Path(self.start).name if Path(self.start).is_dir() else self.start,
+            start=shown_name(self.start),
+            target=self.target,
             shape=shape,
             max_new_tokens=self.max_new_tokens,
             is_live=not self.replay,

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..atomic_files import written_aside
+from ..error_text import first_line
 from ..errors import InvalidInputError
 from ..generation.engine_handles import RequestResult
 from ..online.online_arguments import OnlineTrainingArguments
@@ -85,6 +86,7 @@ class DomainShiftSettings:
         teacher_top_k: Train on this many likeliest tokens of the target, as they are stored with the responses; by
             default on its whole distributions, which a forward pass gives. For replays.
         training: Further fields of `OnlineTrainingArguments`, the same for all methods.
+        target: Name of the target.
     """
 
     start: str
@@ -100,6 +102,7 @@ class DomainShiftSettings:
     reference_epochs: int = 6
     teacher_top_k: int | None = None
     training: dict[str, Any] = field(default_factory=dict)
+    target: str = ""
 
     def arguments(self, method: str, seed: int) -> OnlineTrainingArguments:
         """
@@ -318,14 +321,19 @@ class DomainShift:
         path = self._path(method, seed)
         if not path.exists():
             return None
-        run = FinishedShiftRun(**json.loads(path.read_text(encoding="utf-8")))
+        try:
+            run = FinishedShiftRun(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise InvalidInputError(
+                f"{str(path)!r} cannot be read as a finished run ({first_line(error)}). Remove it to have it repeated."
+            ) from error
         for there, now in ((run.common, self._common), (run.training, dict(training))):
             now = json.loads(json.dumps(now))
             for name in sorted(there.keys() | now.keys()):
                 if there.get(name) != now.get(name):
                     raise InvalidInputError(
                         f"`out` holds {path.name} with `{name}` {there.get(name)!r}, now it is {now.get(name)!r}; "
-                        "runs of different budgets cannot be compared. Choose another place, or remove the runs there."
+                        "runs that differ in it cannot be compared. Choose another place, or remove the runs there."
                     )
         return run
 

@@ -117,6 +117,12 @@ def test_finished_runs_are_found_and_others_refused(target, start, responses, tm
         make(target, start, responses, tmp_path, max_new_tokens=15).run("static", 0, plan)
     with pytest.raises(InvalidInputError, match="`start_sha256`"):
         make(target, adapted_drafter(5), responses, tmp_path).run("static", 0, plan)
+    with pytest.raises(InvalidInputError, match="`target` '', now it is 'org/other'"):
+        make(target, start, responses, tmp_path, target="org/other").run("static", 0, plan)
+    path = tmp_path / "runs" / "static-seed1.json"
+    path.write_text(path.read_text()[:50])
+    with pytest.raises(InvalidInputError, match=f"'{path}' cannot be read as a finished run .* Remove it"):
+        shift.run("static", 1, plan)
     with pytest.raises(InvalidInputError, match="'nothing'; choose from 'static', 'osd'"):
         shift.run("nothing", 0, plan)
 
