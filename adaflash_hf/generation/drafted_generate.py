@@ -20,37 +20,9 @@ from .routing import is_our_drafter
 from .routing import original_generate as transformers_generate
 
 
-__all__ = ["DRAFT_PROPOSALS", "generate_with_drafter", "is_left_to_stock_loop"]
+__all__ = ["DRAFT_PROPOSALS", "generate_with_drafter"]
 
 DRAFT_PROPOSALS = ("argmax", "sample")
-
-
-def is_left_to_stock_loop(model: Any, drafter: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """
-    Whether a call of `generate()` asks for transformers' own DFlash loop.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        drafter (`PreTrainedModel`): The DFlash drafter.
-        args (`tuple`): Positional arguments of the call, without the model.
-        kwargs (`dict`): Keyword arguments of the call.
-
-    Raises:
-        InvalidInputError: If that loop would misread the drafter.
-    """
-    config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    if option_value("speculation_type", model, config, kwargs) != "dflash":
-        return False
-    _check_stock_loop_understands(drafter)
-    return True
-
-
-def _check_stock_loop_understands(drafter: Any) -> None:
-    if drafter.config.block_layout != "anchor_then_masks":
-        raise InvalidInputError(
-            "`speculation_type` is 'dflash', transformers' own loop, which takes row 1 of a block as its first draft, "
-            f"but the drafter's `block_layout` is {drafter.config.block_layout!r}. Leave `speculation_type` out."
-        )
 
 
 def _check_arguments(

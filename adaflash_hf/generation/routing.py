@@ -53,7 +53,8 @@ def install_routing() -> None:
                     f"`assistant_model=AutoModel.from_pretrained({assistant!r})`."
                 )
             return original(self, *args, **kwargs)
-        from .drafted_generate import generate_with_drafter, is_left_to_stock_loop
+        from .drafted_generate import generate_with_drafter
+        from .stock_loop import is_left_to_stock_loop
 
         if is_left_to_stock_loop(self, assistant, args, kwargs):
             return original(self, *args, **kwargs)

@@ -118,7 +118,9 @@ def test_finished_runs_are_found_and_others_refused(target, start, responses, tm
     with pytest.raises(InvalidInputError, match="`start_sha256`"):
         make(target, adapted_drafter(5), responses, tmp_path).run("static", 0, plan)
     with pytest.raises(InvalidInputError, match="`target` '', now it is 'org/other'"):
-        make(target, start, responses, tmp_path, target="org/other").run("static", 0, plan)
+        DomainShift(target, start, responses, replace(shift.settings, target="org/other"), tmp_path).run(
+            "static", 0, plan
+        )
     path = tmp_path / "runs" / "static-seed1.json"
     path.write_text(path.read_text()[:50])
     with pytest.raises(InvalidInputError, match=f"'{path}' cannot be read as a finished run .* Remove it"):

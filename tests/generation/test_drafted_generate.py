@@ -7,39 +7,15 @@ from typing import Any
 import pytest
 from plain_comparison import shared_target
 from tiny_models import tiny_drafter
-from transformers import GenerationConfig
 
-from adaflash_hf import DFlashDrafterModel, InvalidInputError
-from adaflash_hf.generation.drafted_generate import generate_with_drafter, is_left_to_stock_loop
+from adaflash_hf import DFlashDrafterModel
+from adaflash_hf.generation.drafted_generate import generate_with_drafter
 from adaflash_hf.generation.routing import install_routing, original_generate, uninstall_routing
 
 
 @pytest.fixture(scope="module")
 def drafter() -> DFlashDrafterModel:
     return tiny_drafter()
-
-
-@pytest.mark.parametrize(
-    ("args", "kwargs", "expected"),
-    [
-        ((), {}, False),
-        ((), {"speculation_type": "dflash"}, True),
-        ((), {"speculation_type": "adaflash"}, False),
-        ((), {"generation_config": GenerationConfig(speculation_type="dflash")}, True),
-        ((None, GenerationConfig(speculation_type="dflash")), {}, True),
-        ((None, GenerationConfig(speculation_type="dflash")), {"speculation_type": "adaflash"}, False),
-    ],
-)
-def test_stock_loop_is_asked_for(
-    args: tuple[Any, ...], kwargs: dict[str, Any], expected: bool, drafter: DFlashDrafterModel
-) -> None:
-    assert is_left_to_stock_loop(shared_target(), drafter, args, kwargs) is expected
-
-
-def test_stock_loop_would_misread_the_rows() -> None:
-    drafter = tiny_drafter(block_layout="anchor_first")
-    with pytest.raises(InvalidInputError, match="'anchor_first'"):
-        is_left_to_stock_loop(shared_target(), drafter, (), {"speculation_type": "dflash"})
 
 
 @pytest.mark.parametrize(
