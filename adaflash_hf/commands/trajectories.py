@@ -119,7 +119,7 @@ def trajectories(
     from ..generation.prepacking import settle_prepacking
     from ..output_places import check_writable
     from ..training.initialization import default_target_layer_ids
-    from ..training.trajectories import TrajectorySettings
+    from ..training.trajectories import TrajectorySettings, check_made_alike
     from .loading import check_checkpoint, load_drafter
 
     if length_policy is not None and drafter is None:
@@ -134,6 +134,7 @@ def trajectories(
     )
     layer_ids = parse_layer_ids(target_layer_ids)
     check_writable(out)
+    check_made_alike(out, target, settings)
     sources = _Sources(prompts or [], dataset or [], split, subset, column or [], domain or [])
     console = Console(markup=False)  # names and places may have brackets
     chosen = interleave(sources.read(limit, seed, console))

@@ -45,6 +45,7 @@ def check_drafter_fits_target(drafter: nn.Module, target: nn.Module) -> None:
     _check_hidden_size(config, text_config, embedding)
     _check_vocabulary(config, embedding, head)
     _check_dtype(base_drafter, base_target, embedding)
+    _check_quantization(base_target)
 
 
 def unwrap_model(module: Any) -> Any:
@@ -58,6 +59,16 @@ def unwrap_model(module: Any) -> Any:
             module = module.get_base_model()
         else:
             return module
+
+
+def _check_quantization(target: nn.Module) -> None:
+    """Weights in few bits do no harm; activations whose scale is taken over all rows do."""
+    if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in target.modules()):
+        raise DrafterCompatibilityError(
+            "The target has dynamically quantised layers (`quantize_dynamic`), which scale activations by the largest "
+            "of all rows: a block of tokens is computed otherwise than one token at a time. Quantise weights only, or "
+            "generate without `assistant_model`."
+        )
 
 
 def _token_layers(target: Any) -> tuple[nn.Module, nn.Module]:

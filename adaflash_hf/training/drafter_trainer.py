@@ -7,13 +7,16 @@ push to the Hub) is the parent's. A run that was killed and resumed goes through
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch.utils.data import DataLoader, Subset
 from transformers import Trainer, TrainerCallback, TrainerControl
 from transformers.trainer_utils import EvalLoopOutput
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 
 
 __all__ = ["DrafterTrainer", "last_complete_checkpoint", "resolve_teacher"]
+
+logger = logging.getLogger(__name__)
 
 TrajectoryRows = TrajectoryDataset | Subset
 
@@ -367,15 +372,20 @@ class _EpochForCollator(TrainerCallback):
 
 def last_complete_checkpoint(directory: str | Path) -> Path | None:
     """
-    The newest checkpoint that was written to its end; a run killed while saving leaves one that was not.
+    The newest checkpoint that was written to its end, and can be read; a run killed while saving leaves one that was
+    not. One that was damaged since is passed over, which is told.
 
     Args:
         directory (`str` or `Path`):
             `output_dir` of a run.
     """
     steps = {_saved_step(path): path for path in Path(directory).glob("checkpoint-*")}
-    last = max((step for step in steps if step is not None), default=None)
-    return None if last is None else steps[last]
+    for step in sorted((step for step in steps if step is not None), reverse=True):
+        damaged = _damaged_file(steps[step])
+        if damaged is None:
+            return steps[step]
+        logger.warning("%s is damaged, so that %s is passed over.", damaged, steps[step].name)
+    return None
 
 
 def resolve_teacher(args: DrafterTrainingArguments, trajectories: TrajectoryDataset) -> str:
@@ -403,6 +413,20 @@ def resolve_teacher(args: DrafterTrainingArguments, trajectories: TrajectoryData
     if not args.draft_objective.needs_teacher:
         return "none"
     return "top_k" if trajectories.teacher_top_k else "full"
+
+
+def _damaged_file(checkpoint: Path) -> Path | None:
+    """By header and length of safetensors, and by the end of the archives that torch writes."""
+    for path in sorted(checkpoint.iterdir()):
+        try:
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="pt"):
+                    pass
+            elif path.suffix in (".pt", ".pth") and not zipfile.is_zipfile(path):
+                return path
+        except (OSError, SafetensorError):
+            return path
+    return None
 
 
 def _saved_step(checkpoint: Path) -> int | None:

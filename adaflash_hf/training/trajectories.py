@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -42,6 +42,7 @@ __all__ = [
     "BatchDecoder",
     "TrajectoryBatchReport",
     "TrajectorySettings",
+    "check_made_alike",
     "damaged_shard",
     "find_trajectory_shards",
     "generate_trajectories",
@@ -337,16 +338,8 @@ def _claim_directory(directory: Path, record: dict[str, Any], provenance: dict[s
         ) from error
     path = directory / SETTINGS_FILE
     if path.exists():
-        # A setting that an older version did not know had its default.
-        stored = {**json.loads(json.dumps(asdict(TrajectorySettings()))), **read_settings(directory)}
-        stored.pop("provenance", None)
-        different = sorted(key for key in stored.keys() | record.keys() if stored.get(key) != record.get(key))
-        if different:
-            listed = ", ".join(f"{key}: {stored.get(key)!r} there, {record.get(key)!r} now" for key in different)
-            raise InvalidInputError(
-                f"`out` is {str(directory)!r}, which holds trajectories made otherwise ({listed}). Repeat the options "
-                "they were made with to continue, or give another directory."
-            )
+        stored = _stored_record(directory)
+        _refuse_difference(directory, stored, record, stored.keys() | record.keys())
     elif any(directory.glob(f"{TRAJECTORY_PREFIX}-*.parquet")) or any(directory.glob(f"{FEATURES_PREFIX}-*")):
         raise InvalidInputError(
             f"`out` is {str(directory)!r}, which holds shards but no {SETTINGS_FILE}; give another directory."
@@ -357,6 +350,47 @@ def _claim_directory(directory: Path, record: dict[str, Any], provenance: dict[s
     # Only a killed run leaves these; two runs over one directory at once are not supported.
     for leftover in directory.glob(f"*{PARTIAL_SUFFIX}"):
         leftover.unlink()
+
+
+def check_made_alike(directory: Path, target: str, settings: TrajectorySettings) -> None:
+    """
+    Refuse a directory that holds trajectories made otherwise, as far as that shows before the target is loaded.
+
+    Args:
+        directory (`Path`):
+            Where the shards go; need not exist.
+        target (`str`):
+            Hub id or directory of the target.
+        settings (`TrajectorySettings`):
+            What to decode; its layers are not looked at, for they may depend on the target.
+
+    Raises:
+        InvalidInputError: it does.
+    """
+    if not (directory / SETTINGS_FILE).exists():
+        return
+    stored = _stored_record(directory)
+    known = {**json.loads(json.dumps(asdict(settings))), "target": target if stored.get("target") else ""}
+    _refuse_difference(directory, stored, known, known.keys() - {"capture_layer_ids"})
+
+
+def _stored_record(directory: Path) -> dict[str, Any]:
+    # A setting that an older version did not know had its default.
+    stored = {**json.loads(json.dumps(asdict(TrajectorySettings()))), **read_settings(directory)}
+    stored.pop("provenance", None)
+    return stored
+
+
+def _refuse_difference(
+    directory: Path, stored: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]
+) -> None:
+    different = sorted(name for name in names if stored.get(name) != now.get(name))
+    if different:
+        listed = ", ".join(f"{name}: {stored.get(name)!r} there, {now.get(name)!r} now" for name in different)
+        raise InvalidInputError(
+            f"`out` is {str(directory)!r}, which holds trajectories made otherwise ({listed}). Repeat the options "
+            "they were made with to continue, or give another directory."
+        )
 
 
 def _write_shard(

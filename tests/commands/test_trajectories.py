@@ -76,6 +76,21 @@ def test_what_needs_no_target_is_refused_before_it_is_loaded(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("--seed", 6), "seed: 0 there, 6 now"), (("--target", "org/other"), "target: 'org/one' there, 'org/other' now")],
+)
+def test_a_place_with_others_is_refused_before_the_target_is_loaded(
+    tmp_path, prompt_files, monkeypatch, capsys, arguments, message
+):
+    assert run(tmp_path / "out", prompt_files, "--limit", 2) == 0
+    path = tmp_path / "out" / "trajectories.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "target": "org/one"}))
+    monkeypatch.setattr(embedded_target, "load_target", None)
+    assert run(tmp_path / "out", prompt_files, "--limit", 2, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_limit_domain_and_sampling(tmp_path, prompt_files):
     assert run(tmp_path / "out", prompt_files, "--limit", 6, "--domain", "all", "--temperature", 0.7, "--seed", 5) == 0
     settings = read_settings(tmp_path / "out")

@@ -95,6 +95,14 @@ def test_dtypes_must_agree_and_the_remedy_works(drafter_dtype: str, target_dtype
     check_drafter_fits_target(drafter.to(target.dtype), target)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_activations_that_are_scaled_over_all_rows_are_refused() -> None:
+    target = tiny_target("llama")
+    quantised = torch.ao.quantization.quantize_dynamic(target, {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(DrafterCompatibilityError, match=r"dynamically quantised .* Quantise weights only"):
+        check_drafter_fits_target(tiny_drafter(target), quantised)
+
+
 def test_quantised_weights_are_judged_by_what_they_compute_in() -> None:
     target, drafter = tiny_target().to(torch.bfloat16), tiny_drafter().to(torch.bfloat16)
     for model in (target, drafter):

@@ -156,6 +156,19 @@ def test_killed_and_resumed_gives_the_weights_of_an_uninterrupted_run(target, di
     assert torch.equal(whole.model.draft_token_ids, resumed.model.draft_token_ids)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth"])
+def test_a_damaged_checkpoint_is_passed_over(target, directory, tmp_path, caplog, name):
+    make_trainer(target, directory, tmp_path, max_steps=4, save_strategy="steps", save_steps=2).train()
+    assert last_complete_checkpoint(tmp_path).name == "checkpoint-4"
+    path = tmp_path / "checkpoint-4" / name
+    path.write_bytes(path.read_bytes()[:-100])
+    assert last_complete_checkpoint(tmp_path).name == "checkpoint-2"
+    assert f"{name} is damaged, so that checkpoint-4 is passed over" in caplog.text
+    resumed = make_trainer(target, directory, tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4 and last_complete_checkpoint(tmp_path).name == "checkpoint-4"
+
+
 def test_resuming_without_a_checkpoint_starts_anew(target, directory, tmp_path):
     assert last_complete_checkpoint(tmp_path) is None
     trainer = make_trainer(target, directory, tmp_path, num_train_epochs=1)
