@@ -229,8 +229,8 @@ def check_goes_on(
     buffer: Path, buffer_settings: BufferSettings | None, publish_dir: Path, config: DFlashDrafterConfig
 ) -> int | None:
     """
-    Refuse a buffer and a directory that another target or drafter began, or whose version to serve is damaged, before
-    models are loaded.
+    Refuse a buffer and a directory that another target or drafter began, that another run is at, or whose version to
+    serve is damaged, before models are loaded.
 
     Args:
         buffer (`Path`):
@@ -249,8 +249,13 @@ def check_goes_on(
     from .replay_buffer import ReplayBuffer
     from .version_checks import check_configuration
 
-    if buffer_settings is not None and buffer.exists():
-        ReplayBuffer(buffer, buffer_settings).close()
+    if buffer.exists():
+        rows = ReplayBuffer(buffer, buffer_settings)
+        try:
+            with rows.consumer_lock():  # nobody else trains on it
+                pass
+        finally:
+            rows.close()
     latest = PublishedVersions(publish_dir).latest()
     if latest is None:
         return None

@@ -189,7 +189,13 @@ class Collector:
     # What clients ask
 
     async def _pass(self, request: Request) -> Response:
-        body = await request.body()
+        from starlette.requests import ClientDisconnect
+        from starlette.responses import Response
+
+        try:
+            body = await request.body()
+        except ClientDisconnect:  # in the middle of its question: nobody is there to be answered
+            return Response(status_code=400)
         route = request.url.path.removeprefix("/v1/")
         if request.method == "POST" and request.url.path.startswith("/v1/") and route in _RECORDED_ROUTES:
             fields = json_object(body)

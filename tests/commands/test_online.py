@@ -111,6 +111,11 @@ def test_what_another_run_began_is_refused_before_anything_starts(models, tmp_pa
     assert main(arguments(models, tmp_path, *given)) == 2
     assert "was made with 'org/another'" in capsys.readouterr().err
     (tmp_path / "buffer").unlink()
+    buffer = ReplayBuffer(tmp_path / "buffer", BufferSettings(target=str(models / "target")))
+    with buffer.consumer_lock():
+        assert main(arguments(models, tmp_path, *given)) == 2
+    buffer.close()
+    assert "which another trainer is attached to; stop that one first" in capsys.readouterr().err
     other = DFlashDrafterModel.from_pretrained(models / "drafter")
     other.config.mask_token_id += 1
     publish(Publisher(tmp_path / "published"), other)

@@ -267,6 +267,17 @@ def test_a_client_that_leaves_is_left(tmp_path, stream):
             assert running.recorded() == []
 
 
+def test_a_client_that_leaves_before_it_has_asked_is_no_fault(tmp_path, caplog):
+    with SGLangServer().run() as server, collecting(server.url, tmp_path) as running:
+        host, _, port = running.url.removeprefix("http://").partition(":")
+        head = b"\r\n".join([b"POST /v1/completions HTTP/1.1", b"Host: here", b"Content-Length: 999", b"\r\n"])
+        with socket.create_connection((host, int(port)), timeout=600) as connection:
+            connection.sendall(head + b'{"prompt": "hel')
+        # Answered after the other's end was noticed, one loop serves both.
+        assert running.post("/v1/completions", {"model": "tiny", "prompt": "hello there"}).status_code == 200
+    assert "Exception in ASGI application" not in caplog.text
+
+
 def test_what_is_not_to_be_recorded(tmp_path):
     with SGLangServer().run() as server, collecting(server.url, tmp_path) as running:
         answer = running.post("/v1/chat/completions", CHAT, headers={RECORD_HEADER: "no"})
