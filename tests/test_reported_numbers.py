@@ -178,6 +178,11 @@ def start_sentence() -> str:
     return f"end at a tau that is {gained} higher"
 
 
+def long_start_sentence() -> str:
+    gain = difference(taus_by_row("scratch_long", "start"), "at random", "the target's layers")
+    return f"they end {gain} beside them"
+
+
 def cross_domain_sentence() -> str:
     taus = results("cross-domain")["acceptance_length"]
 
@@ -238,6 +243,7 @@ def head_sentence() -> str:
         ("docs/evaluation.md", gamma_sentence),
         ("docs/evaluation.md", causal_sentence),
         ("docs/evaluation.md", start_sentence),
+        ("docs/evaluation.md", long_start_sentence),
         ("docs/evaluation.md", cross_domain_sentence),
         ("docs/concurrency.md", concurrency_by_method_sentence),
     ],
