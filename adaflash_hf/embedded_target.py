@@ -207,9 +207,8 @@ def loading_target(name_or_path: str, option: str = "target") -> Iterator[None]:
             raise ValueError("it is a drafter")
         yield
     except (OSError, ValueError, StrictDataclassError) as error:
-        reason = first_line(error)
-        if isinstance(error, OSError) and not is_missing_directory(name_or_path, may_lack_owner=True):
-            reason = reason if os.path.exists(name_or_path) else why_not_from_hub(error)
+        is_local = os.path.exists(name_or_path) or is_missing_directory(name_or_path, may_lack_owner=True)
+        reason = why_not_from_hub(error) if isinstance(error, OSError) and not is_local else first_line(error)
         raise InvalidInputError(
             f"`{option}` is {name_or_path!r} and cannot be loaded ({reason}). Pass a Hub id, the directory "
             f"of a causal language model, or {EMBEDDED_TARGET_NAME!r}."

@@ -149,9 +149,10 @@ def build_drafter_card(directory: str | Path, options: CardOptions | None = None
     tau = tau_by_domain(metrics)
     repo_id = options.repo_id or directory.resolve().name
     name = repo_id.rpartition("/")[2]
+    num_parameters = _num_parameters(config)
     identity = {
         "block_size": config.block_size,
-        "drafter_parameters": _num_parameters(config),
+        "drafter_parameters": num_parameters,
         "drafter_sha256": weights_sha256(directory),
     }
     measured = [read_result_file(path, identity, repo_id) for path in options.bench]
@@ -184,6 +185,7 @@ def build_drafter_card(directory: str | Path, options: CardOptions | None = None
         servers=_servers(config, base_model or "path/to/target", repo_id),
         training_notes=notes.get(_TRAINING, ""),
         limits_notes=notes.get(_LIMITS, ""),
+        num_parameters=_in_words(num_parameters),
         **_shape(config, directory),
         **_results(tau, metrics, record),
         **_stages(record),
@@ -271,7 +273,6 @@ def _shape(config: DFlashDrafterConfig, directory: Path) -> dict[str, Any]:
     return {
         "has_length_head": config.length_head_config is not None,
         "num_layers": config.num_hidden_layers,
-        "num_parameters": _in_words(_num_parameters(config)),
         "block_size": config.block_size,
         "block_contents": f"the anchor and {config.block_size - 1} more rows, {config.draft_length} drafts",
         "num_draft_tokens": config.draft_vocab_size and f"{config.draft_vocab_size:,}",

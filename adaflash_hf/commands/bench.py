@@ -224,7 +224,7 @@ class _Writer:
 
     def __call__(self, report: BenchReport) -> None:
         from ..evaluation.bench_report import report_sections
-        from ..evaluation.result_files import write_results
+        from ..evaluation.result_files import result_files, write_results
 
         try:
             write_results(self._out, report.as_dict(), "Benchmark", report_sections(report))
@@ -233,7 +233,7 @@ class _Writer:
             return
         self.failure = None
         self._rows = len(report.rows)
-        self.files = [self._out.with_name(self._out.name + suffix) for suffix in (".json", ".md")]
+        self.files = [*result_files(self._out)]
 
     def describe(self) -> str:
         """What there is if measuring ends here."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from torch.utils.data import Subset
 from transformers import PrinterCallback, set_seed
 
 from ..atomic_files import written_aside
-from ..error_text import first_line
 from ..errors import InvalidInputError
 from ..output_places import writing_to
 from ..training.drafter_trainer import DrafterTrainer
@@ -26,6 +25,7 @@ from ..training.initialization import attach_length_head, new_confidence_head
 from ..training.recipes import schedule_arguments
 from ..training.training_arguments import DrafterTrainingArguments
 from .ablation_variants import Variant
+from .finished_runs import read_finished_run, refuse_difference
 from .head_report import JudgedBlocks, collect_blocks, head_report
 
 
@@ -47,6 +47,7 @@ __all__ = [
 
 # Name of the trained head in a run's own report.
 HEAD = "head"
+_ELSEWHERE = "--out or --runs"
 _OF_HEADS = {"trained", "trained_sha256", "head_steps", "head_learning_rate"}
 
 
@@ -180,10 +181,10 @@ def read_finished_runs(directory: Path, common: Mapping[str, Any]) -> dict[tuple
     runs = {}
     expected = json.loads(json.dumps(dict(common)))
     for path in sorted(directory.glob("*-seed*.json")):
-        run = _read(path)
+        run = read_finished_run(path, FinishedRun)
         # What only heads have in common may be settled later than the drafters' runs.
         relevant = expected.keys() - (_OF_HEADS if run.head is None else set())
-        _refuse_difference(str(path), run.common, expected, relevant)
+        refuse_difference(path, run.common, expected, relevant, _ELSEWHERE)
         runs[run.key, run.seed] = run
     return runs
 
@@ -352,27 +353,9 @@ def _stored(variant: Variant, seed: int, stored: Mapping[tuple[str, int], Finish
     run = stored.get((variant.key, seed))
     if run is not None:
         expected = json.loads(json.dumps(dict(variant.settings)))
-        name = _path(Path(), variant.key, seed).name
-        _refuse_difference(name, run.settings, expected, expected.keys() | run.settings.keys())
+        path = _path(Path(), variant.key, seed)
+        refuse_difference(path, run.settings, expected, expected.keys() | run.settings.keys(), _ELSEWHERE)
     return run
-
-
-def _refuse_difference(file: str, there: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]) -> None:
-    for name in sorted(names):
-        if there.get(name) != now.get(name):
-            raise InvalidInputError(
-                f"{file} was done with `{name}` {there.get(name)!r}, now it is {now.get(name)!r}; runs that "
-                "differ in it cannot be compared. Choose another --out or --runs, or remove the runs there."
-            )
-
-
-def _read(path: Path) -> FinishedRun:
-    try:
-        return FinishedRun(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise InvalidInputError(
-            f"{str(path)!r} cannot be read as a finished run ({first_line(error)}). Remove it to have it repeated."
-        ) from error
 
 
 def _keep(directory: Path, run: FinishedRun) -> None:

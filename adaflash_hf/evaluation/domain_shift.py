@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..atomic_files import written_aside
-from ..error_text import first_line
 from ..errors import InvalidInputError
 from ..generation.engine_handles import RequestResult
 from ..online.online_arguments import OnlineTrainingArguments
@@ -33,6 +32,7 @@ from ..online.round_training import RoundTrainer, StoredOutputs
 from .domain_adaptation import DomainAdaptation
 from .domain_serving import Server, new_server
 from .domain_traffic import DomainResponses, TrafficPlan, TrafficRound, TrafficShape
+from .finished_runs import read_finished_run, refuse_difference
 from .held_out_acceptance import measure_held_out
 
 
@@ -321,20 +321,10 @@ class DomainShift:
         path = self._path(method, seed)
         if not path.exists():
             return None
-        try:
-            run = FinishedShiftRun(**json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise InvalidInputError(
-                f"{str(path)!r} cannot be read as a finished run ({first_line(error)}). Remove it to have it repeated."
-            ) from error
+        run = read_finished_run(path, FinishedShiftRun)
         for there, now in ((run.common, self._common), (run.training, dict(training))):
             now = json.loads(json.dumps(now))
-            for name in sorted(there.keys() | now.keys()):
-                if there.get(name) != now.get(name):
-                    raise InvalidInputError(
-                        f"`out` holds {path.name} with `{name}` {there.get(name)!r}, now it is {now.get(name)!r}; "
-                        "runs that differ in it cannot be compared. Choose another place, or remove the runs there."
-                    )
+            refuse_difference(path, there, now, there.keys() | now.keys(), "place")
         return run
 
     def _keep(

@@ -12,9 +12,14 @@ from ..errors import OutputError
 from ..output_places import check_writable, writing_to
 
 
-__all__ = ["check_results_place", "markdown_table", "mean_and_spread", "shown_name", "write_results"]
-
-_DATA, _TEXT = ".json", ".md"
+__all__ = [
+    "check_results_place",
+    "markdown_table",
+    "mean_and_spread",
+    "result_files",
+    "shown_name",
+    "write_results",
+]
 
 _MISSING = "-"
 
@@ -52,6 +57,11 @@ def mean_and_spread(values: Sequence[float], digits: int = 3) -> str:
     return f"{mean:.{digits}f} ± {spread:.{digits}f}"
 
 
+def result_files(path: Path) -> tuple[Path, Path]:
+    """The file for programs and the one for people that [`write_results`] writes for `path`, without a suffix."""
+    return path.with_name(path.name + ".json"), path.with_name(path.name + ".md")
+
+
 def check_results_place(path: str | Path) -> None:
     """
     Refuse a place where [`write_results`] could not write, before anything slow begins.
@@ -65,7 +75,7 @@ def check_results_place(path: str | Path) -> None:
     """
     path = Path(path)
     check_writable(path.parent)
-    for file in _files(path):
+    for file in result_files(path):
         if file.is_dir():
             raise OutputError(
                 f"`out` would have results in {str(file)!r}, which is a directory. Move it away, or pass another "
@@ -103,13 +113,9 @@ def write_results(path: str | Path, data: Mapping[str, Any], title: str, section
     texts = [json.dumps(data, indent=2), "\n\n".join([f"# {title}", *sections])]
     with writing_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        for file, text in zip(_files(path), texts, strict=True):
+        for file, text in zip(result_files(path), texts, strict=True):
             with written_aside(file) as partial:
                 partial.write_text(text + "\n", encoding="utf-8")
-
-
-def _files(path: Path) -> tuple[Path, Path]:
-    return path.with_name(path.name + _DATA), path.with_name(path.name + _TEXT)
 
 
 def _cell(value: Any) -> str:

@@ -17,9 +17,6 @@ from .generation_options import option_value
 
 __all__ = ["is_left_to_stock_loop"]
 
-_ADVICE = "Leave `speculation_type` out to decode with AdaFlash's loop"
-_CACHE_NAMES = ("past_key_values", "cache")  # before transformers 5.24, and since
-
 
 def is_left_to_stock_loop(model: Any, drafter: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """
@@ -47,7 +44,8 @@ def is_left_to_stock_loop(model: Any, drafter: Any, args: tuple[Any, ...], kwarg
     check_drafter_fits_target(drafter, model)
     if (reason := _reason_to_refuse(model, config, kwargs)) is not None:
         raise UnsupportedGenerationError(
-            f"`speculation_type` is 'dflash', transformers' own loop, {reason}. {_ADVICE}."
+            f"`speculation_type` is 'dflash', transformers' own loop, {reason}. Leave `speculation_type` out to "
+            "decode with AdaFlash's loop."
         )
     return True
 
@@ -56,14 +54,14 @@ def _reason_to_refuse(model: Any, config: Any, kwargs: dict[str, Any]) -> str | 
     def option(name: str) -> Any:
         return option_value(name, model, config, kwargs)
 
-    cache = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
-    if cache is not None and hasattr(cache, "get_seq_length") and int(cache.get_seq_length()) > 0:
-        return f"which answers otherwise with a cache that holds tokens already ({int(cache.get_seq_length())} here)"
+    cache: Any = kwargs.get("cache", kwargs.get("past_key_values"))
+    if hasattr(cache, "get_seq_length") and (length := int(cache.get_seq_length())) > 0:
+        return f"which answers otherwise with a cache that holds tokens already ({length} here)"
     if isinstance(cache, StaticCache) or option("cache_implementation") == "static":
         return "which writes beyond the end of a static cache"
     if option("use_cache") is False:
         return "which needs a cache, but `use_cache` is False"
-    if option("guidance_scale") not in (None, 1, 1.0):
+    if option("guidance_scale") not in (None, 1):
         return f"which answers otherwise with `guidance_scale` {option('guidance_scale')}"
     if kwargs.get("inputs_embeds") is not None:
         return "which does not take `inputs_embeds`"

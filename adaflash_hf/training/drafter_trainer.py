@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch.utils.data import DataLoader, Subset
 from transformers import Trainer, TrainerCallback, TrainerControl
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..errors import InvalidInputError, TrainingDivergedError
+from ..checkpoint_files import tensor_shapes
+from ..errors import DrafterCheckpointError, InvalidInputError, TrainingDivergedError
 from ..modeling_dflash_drafter import DFlashDrafterModel
 from ..output_places import writing_to
 from .anchors import attending, choose_attention
@@ -418,13 +418,11 @@ def resolve_teacher(args: DrafterTrainingArguments, trajectories: TrajectoryData
 def _damaged_file(checkpoint: Path) -> Path | None:
     """By header and length of safetensors, and by the end of the archives that torch writes."""
     for path in sorted(checkpoint.iterdir()):
+        if path.suffix in (".pt", ".pth") and not zipfile.is_zipfile(path):
+            return path
         try:
-            if path.suffix == ".safetensors":
-                with safe_open(path, framework="pt"):
-                    pass
-            elif path.suffix in (".pt", ".pth") and not zipfile.is_zipfile(path):
-                return path
-        except (OSError, SafetensorError):
+            tensor_shapes([str(path)] if path.suffix == ".safetensors" else [])
+        except DrafterCheckpointError:
             return path
     return None
 

@@ -324,8 +324,14 @@ def _record_of(
         "dtype": str(target_model.dtype).removeprefix("torch."),
         "num_prompts": len(prompt_ids),
         "prompts_sha256": digest.hexdigest(),
-        **json.loads(json.dumps(asdict(settings))),  # as it will be read back: tuples become lists
+        **_as_json(settings),
     }
+
+
+def _as_json(settings: TrajectorySettings) -> dict[str, Any]:
+    """As they will be read back: tuples become lists."""
+    fields: dict[str, Any] = json.loads(json.dumps(asdict(settings)))
+    return fields
 
 
 def _claim_directory(directory: Path, record: dict[str, Any], provenance: dict[str, Any]) -> None:
@@ -370,13 +376,13 @@ def check_made_alike(directory: Path, target: str, settings: TrajectorySettings)
     if not (directory / SETTINGS_FILE).exists():
         return
     stored = _stored_record(directory)
-    known = {**json.loads(json.dumps(asdict(settings))), "target": target if stored.get("target") else ""}
+    known = {**_as_json(settings), "target": target if stored.get("target") else ""}
     _refuse_difference(directory, stored, known, known.keys() - {"capture_layer_ids"})
 
 
 def _stored_record(directory: Path) -> dict[str, Any]:
     # A setting that an older version did not know had its default.
-    stored = {**json.loads(json.dumps(asdict(TrajectorySettings()))), **read_settings(directory)}
+    stored = {**_as_json(TrajectorySettings()), **read_settings(directory)}
     stored.pop("provenance", None)
     return stored
 

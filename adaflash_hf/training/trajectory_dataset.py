@@ -218,10 +218,8 @@ def check_stored_features(
         layer_ids (`Sequence[int]`, *optional*):
             Layers that they must come from; by default that is not known yet.
     """
-    source = _source_of_features(dataset, features)
-    for path in map(features_path, dataset.paths):
-        if source == "stored" or (source == "cache" and path.exists()):
-            FeatureShard(path, layer_ids)
+    for path in _feature_files(dataset, features):
+        FeatureShard(path, layer_ids)
 
 
 def check_trajectories_fit(
@@ -248,10 +246,8 @@ def check_trajectories_fit(
             f"`trajectories` hold the token {largest}, but the target's vocabulary ends at {config.vocab_size - 1}: "
             "another model made them. Make new ones with this target (adaflash trajectories), or pass their target."
         )
-    source = _source_of_features(dataset, features)
-    for path in map(features_path, dataset.paths):
-        if source == "stored" or (source == "cache" and path.exists()):
-            FeatureShard(path).check_width(config.hidden_size)
+    for path in _feature_files(dataset, features):
+        FeatureShard(path).check_width(config.hidden_size)
 
 
 def add_target_features(
@@ -324,6 +320,13 @@ def _source_of_features(dataset: TrajectoryDataset, features: str) -> str:
     if features != "auto":
         return features
     return "stored" if all(features_path(path).exists() for path in dataset.paths) else "compute"
+
+
+def _feature_files(dataset: TrajectoryDataset, features: str) -> list[Path]:
+    """Files of features that will be read; of those that are cached the ones that are there."""
+    source = _source_of_features(dataset, features)
+    paths = map(features_path, dataset.paths)
+    return [path for path in paths if source == "stored" or (source == "cache" and path.exists())]
 
 
 def _cache_features(
