@@ -1,8 +1,8 @@
 """New drafters: sizes from a target, weights from its last layers, a mask token that means nothing yet.
 
 A drafter that starts as the end of its target is far ahead of a random one at first: on SmolLM2-135M the loss after 25
-steps was 11.6 instead of 29.4. One layer did not stay ahead in what is accepted, four were
-not behind after 1,500 steps (`adaflash evaluate scratch`).
+steps was 11.6 instead of 29.4. One layer did not stay ahead in what is accepted, four were not behind after 1,500
+steps (`adaflash evaluate scratch`).
 """
 
 from __future__ import annotations
